@@ -1,0 +1,1 @@
+"""Composition root: actors, placement, supervision, command line."""

@@ -1,0 +1,1 @@
+"""The words all rooms share: ids, requests, messages, states, limits, errors, clock."""

@@ -1,0 +1,1 @@
+"""The decode role: engine and store, and the receiving end of the hand-off."""

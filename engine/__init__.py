@@ -1,0 +1,1 @@
+"""One replica's step loop: scheduler, block and state accounting, runner, sampler."""

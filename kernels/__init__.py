@@ -1,0 +1,1 @@
+"""One function per operation; a dispatcher picks the implementation."""

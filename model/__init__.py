@@ -1,0 +1,1 @@
+"""The V4.1 family as torch modules; knows tensors, not requests."""

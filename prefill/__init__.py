@@ -1,0 +1,1 @@
+"""The prefill role: engine and store, and the sending end of the hand-off."""

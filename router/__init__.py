@@ -1,0 +1,1 @@
+"""HTTP edge: protocols, tokenising, choice of replicas, streaming."""
