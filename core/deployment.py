@@ -1,0 +1,50 @@
+"""What all roles of one cluster must agree on: the model, its numerics, keep and hand-off mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.core.errors import ConfigError
+from headrace.core.limits import EdgeLimits, LeaseTimes, WireLimits
+from headrace.core.request import HandoffMode
+
+NUMERICS = ("auto", "invariant", "fast")  # auto: invariant on CPU, fast on GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Shared settings. `keep_tokens` 0 stands for the model's default W + 12."""
+
+    model: str = "t2"
+    seed: int = 0
+    numerics: str = "auto"
+    device: str = "cpu"
+    keep_tokens: int = 0
+    handoff_mode: HandoffMode = HandoffMode.EXACT
+    local_prefill_rows: int = 512
+    record_spacing_tokens: int = 8192  # window records every so many tokens of a long run
+    wire: WireLimits = WireLimits()
+    leases: LeaseTimes = LeaseTimes()
+    edge: EdgeLimits = EdgeLimits()
+
+    def __post_init__(self) -> None:
+        if self.numerics not in NUMERICS:
+            raise ConfigError(f"numerics must be one of {NUMERICS}, got {self.numerics!r}")
+        if self.handoff_mode is not HandoffMode.EXACT:
+            raise ConfigError(f"handoff_mode {self.handoff_mode} is not offered; only exact is")
+        for name, least in (
+            ("keep_tokens", 0),
+            ("local_prefill_rows", 0),
+            ("record_spacing_tokens", 128),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if self.record_spacing_tokens % 128:
+            raise ConfigError(
+                f"record_spacing_tokens must be a multiple of 128, got {self.record_spacing_tokens}"
+            )
+
+    def keep_for(self, window_tokens: int) -> int:
+        """The keep in force for a model's window: the configured one, or W + 12."""
+        return self.keep_tokens or window_tokens + 12

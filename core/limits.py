@@ -1,0 +1,131 @@
+"""Every limit of the system: one named field, one validator, one error with bound and value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from headrace.core.errors import ConfigError, LimitExceeded
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A closed range for one named value. `unit` appears in the message (`tokens`, `bytes`)."""
+
+    name: str
+    low: float
+    high: float
+    unit: str = ""
+
+    def integer(self, value: object) -> int:
+        """`value` as an int inside the range; bools, strings and fractions are refused.
+
+        Raises `LimitExceeded` with `param` = the limit's name."""
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._error(value, "an integer")
+        if not self.low <= value <= self.high:
+            raise self._error(value, "an integer")
+        return value
+
+    def number(self, value: object) -> float:
+        """`value` as a finite float inside the range. Raises `LimitExceeded`."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._error(value, "a number")
+        try:
+            number = float(value)
+        except OverflowError:
+            raise self._error(value, "a number") from None
+        if not math.isfinite(number) or not self.low <= number <= self.high:
+            raise self._error(value, "a number")
+        return number
+
+    def at_most(self, value: int) -> int:
+        """`value` if it does not exceed the upper bound. Raises `LimitExceeded`."""
+        if value > self.high:
+            unit = f" {self.unit}" if self.unit else ""
+            raise LimitExceeded(
+                f"{self.name} is limited to {_show(self.high)}{unit}, got {_show(value)}",
+                param=self.name,
+            )
+        return value
+
+    def _error(self, value: object, what: str) -> LimitExceeded:
+        unit = f" ({self.unit})" if self.unit else ""
+        return LimitExceeded(
+            f"{self.name} must be {what} between {_show(self.low)} and {_show(self.high)}{unit},"
+            f" got {_show(value)}",
+            param=self.name,
+        )
+
+
+def _show(value: object) -> str:
+    """A value as it may appear in a message: short, whatever a client sent."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**18:
+        return "an integer of more than 18 digits"
+    if isinstance(value, str):
+        return f"a string of {len(value)} characters"
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeLimits:
+    """What the HTTP edge accepts. Sizes in bytes, durations in seconds, one field a limit."""
+
+    body_bytes: int = 8 << 20
+    header_bytes: int = 64 << 10
+    header_deadline_s: float = 10.0
+    body_deadline_s: float = 30.0
+    json_depth: int = 64
+    messages: int = 1024
+    prompt_chars: int = 4 << 20
+    prompt_tokens: int = 1 << 20
+    completion_tokens: int = 65_536
+    stop_strings: int = 16
+    stop_chars: int = 256
+    choices: int = 1
+    top_logprobs: int = 0  # logprobs are not offered yet
+    model_name_chars: int = 256
+    key_chars: int = 512
+    queued_requests: int = 256
+    stall_s: float = 60.0  # a client that takes nothing for this long is cancelled
+    request_deadline_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _refuse_below(self, least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class WireLimits:
+    """What one process accepts from another."""
+
+    frame_bytes: int = 64 << 20
+    depth: int = 16
+    connect_s: float = 2.0
+    send_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        _refuse_below(self, least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimes:
+    """How long things are held without a sign of life, in seconds."""
+
+    handoff_s: float = 30.0  # sealed blocks of a live hand-off, renewed by either side
+    member_s: float = 3.0  # a replica's record in the membership
+    member_beat_s: float = 1.0
+    member_poll_s: float = 0.2
+    connection_reserve_s: float = 30.0  # reservations of a store client that went silent
+
+    def __post_init__(self) -> None:
+        _refuse_below(self, least=0)
+
+
+def _refuse_below(limits: object, *, least: float) -> None:
+    for field in fields(limits):  # type: ignore[arg-type]
+        value = getattr(limits, field.name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+            raise ConfigError(f"{field.name} must be a number of at least {least}, got {value!r}")

@@ -1,0 +1,180 @@
+"""Links: typed messages over one stream socket (TCP or unix), on asyncio.
+
+The only place in `core` that meets a socket (docs/decisions/0002): five rooms speak frames, and
+rooms side by side may not import each other. A link is owned by one task that reads; any task may
+send. Addresses are `tcp://host:port` and `unix:///path`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from headrace.core import faults
+from headrace.core.errors import ConfigError, WireError
+from headrace.core.frames import HEADER_BYTES, FrameCodec
+from headrace.core.limits import WireLimits
+from headrace.core.wire import MessageTable
+
+log = logging.getLogger(__name__)
+Handler = Callable[["Link"], Awaitable[None]]
+
+
+class Link:
+    """One connection. `async for message in link` ends when the peer closes.
+
+    Raises `WireError` out of iteration on a bad frame, after closing the connection."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        table: MessageTable,
+        token: str,
+        limits: WireLimits,
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._table = table
+        self._codec = FrameCodec(token, limits.frame_bytes)
+        self._limits = limits
+        self._send_lock = asyncio.Lock()
+        self.closed = False
+
+    async def send(self, message: Any) -> None:
+        """Send one message; returns when the socket buffer took it.
+
+        Raises `ConnectionError` when the peer is gone or took nothing for `send_s`."""
+        if self.closed:
+            raise ConnectionResetError("the link is closed")
+        frame = self._codec.encode(self._table.encode(message))
+        action = faults.hit("link.send")
+        if action == "drop":
+            return
+        async with self._send_lock:
+            self._writer.write(frame if action != "duplicate" else frame * 2)
+            try:
+                await asyncio.wait_for(self._writer.drain(), self._limits.send_s)
+            except TimeoutError:
+                self.abort()
+                raise ConnectionAbortedError("the peer took nothing in time") from None
+
+    def post(self, message: Any) -> None:
+        """Queue one message without waiting, for callers inside callbacks. Drops it silently when
+        the link is closed: whoever must know watches the link's end."""
+        if not self.closed:
+            self._writer.write(self._codec.encode(self._table.encode(message)))
+
+    async def receive(self) -> Any | None:
+        """The next message, or None when the peer closed. Raises `WireError` on a bad frame."""
+        try:
+            header = await self._reader.readexactly(HEADER_BYTES)
+            payload = await self._reader.readexactly(self._codec.payload_bytes(header))
+            return self._table.decode(payload)
+        except (asyncio.IncompleteReadError, ConnectionError, OSError):
+            self.abort()
+            return None
+        except WireError:
+            self.abort()
+            raise
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while (message := await self.receive()) is not None:
+            yield message
+
+    def abort(self) -> None:
+        """Close at once, dropping what was not yet sent. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Flush and close. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            with contextlib.suppress(ConnectionError, OSError):
+                self._writer.close()
+                await self._writer.wait_closed()
+
+    @property
+    def socket(self) -> socket.socket:
+        """The underlying socket, for passing descriptors over a unix link."""
+        return self._writer.get_extra_info("socket")  # type: ignore[no-any-return]
+
+
+async def open_link(
+    address: str, table: MessageTable, token: str, limits: WireLimits | None = None
+) -> Link:
+    """Connect to `address`. Raises `ConnectionError` when nobody answers within `connect_s`."""
+    limits = limits or WireLimits()
+    scheme, host, port = parse_address(address)
+    opening = (
+        asyncio.open_unix_connection(host)
+        if scheme == "unix"
+        else asyncio.open_connection(host, port)
+    )
+    try:
+        reader, writer = await asyncio.wait_for(opening, limits.connect_s)
+    except (TimeoutError, OSError) as error:
+        raise ConnectionRefusedError(f"no answer ({type(error).__name__})") from None
+    _no_delay(writer)
+    return Link(reader, writer, table, token, limits)
+
+
+async def serve_links(
+    address: str,
+    handler: Handler,
+    table: MessageTable,
+    token: str,
+    limits: WireLimits | None = None,
+) -> tuple[asyncio.Server, str]:
+    """Listen on `address` (port 0 picks one) and run `handler(link)` for every connection.
+
+    Returns the server and the address it really listens on. A handler that raises `WireError`
+    ends its connection only; anything else is logged with its traceback and ends it too."""
+    limits = limits or WireLimits()
+    scheme, host, port = parse_address(address)
+
+    async def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _no_delay(writer)
+        link = Link(reader, writer, table, token, limits)
+        try:
+            await handler(link)
+        except WireError as error:
+            log.warning("closed a connection: %s", error.message)
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        except Exception:
+            log.exception("connection handler failed")
+        finally:
+            await link.close()
+
+    if scheme == "unix":
+        return await asyncio.start_unix_server(on_connect, host), address
+    server = await asyncio.start_server(on_connect, host, port)
+    actual = server.sockets[0].getsockname()
+    return server, f"tcp://{actual[0]}:{actual[1]}"
+
+
+def parse_address(address: str) -> tuple[str, str, int]:
+    """("tcp", host, port) or ("unix", path, 0). Raises `ConfigError` on anything else."""
+    if address.startswith("unix://") and len(address) > len("unix://"):
+        path = address.removeprefix("unix://")
+        if len(path.encode()) > 107:
+            raise ConfigError(f"a unix socket path has at most 107 bytes, got {len(path.encode())}")
+        return "unix", path, 0
+    if address.startswith("tcp://"):
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        if host and port.isdigit() and int(port) < 65536:
+            return "tcp", host.strip("[]"), int(port)
+    raise ConfigError(f"an address is tcp://host:port or unix:///path, got {address!r}")
+
+
+def _no_delay(writer: asyncio.StreamWriter) -> None:
+    sock = writer.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

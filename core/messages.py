@@ -1,0 +1,203 @@
+"""Messages between router, prefill and decode, one table for all three connections.
+
+    router  -> prefill   PrefillJob, Cancel, Drain
+    router  -> decode    DecodeJob, Cancel, Drain
+    prefill -> router    PrefillDone, JobFailed, LoadReport
+    decode  -> router    TokenBatch, JobFailed, LoadReport
+    prefill -> decode    BlocksReady, WindowReady, PrefillDone, JobFailed
+    decode  -> prefill   HandoffAck
+    both ends            Hello first, on every connection
+
+Messages that name a `JobKey` of an older epoch are ignored and counted by the receiver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.core.card import ModelCard, Role
+from headrace.core.chain import TokenIds
+from headrace.core.ids import BootId, Digest, JobKey
+from headrace.core.request import FinishReason, GenRequest
+from headrace.core.wire import MessageTable
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sealed object lies in a store's host arena.
+
+    A reader checks that the header at `offset` carries this generation, length, checksum and the
+    digest it asked for, before *and* after copying. `store` names one life of one store."""
+
+    store: BootId
+    offset: int  # of the payload, in bytes from the start of the arena
+    payload_bytes: int
+    generation: int
+    checksum: int  # xxh3-64 of the payload
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message in both directions. Peers with another layout id are refused."""
+
+    role: Role
+    name: str
+    boot_id: BootId
+    build: str
+    card: ModelCard | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillJob:
+    request: GenRequest
+    decode_address: str  # where BlocksReady goes
+    decode_name: str
+    dispatch: int  # the router's number of this dispatch, echoed in load reports
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeJob:
+    """`await_prefill`: the prompt's blocks come by hand-off; without it decode runs all rows.
+
+    `generated_ids`: tokens a former attempt already produced (empty for a first attempt)."""
+
+    request: GenRequest
+    generated_ids: TokenIds
+    await_prefill: bool
+    prefill_name: str  # "" when no prefill replica takes part
+    dispatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    key: JobKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReady:
+    """Blocks [first_block, first_block + len(digests)) are sealed and leased for `key`."""
+
+    key: JobKey
+    first_block: int
+    digests: tuple[Digest, ...]
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowReady:
+    """The window record at `position` is sealed and leased for the life of the request."""
+
+    key: JobKey
+    position: int
+    digest: Digest
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """Nothing more follows for `key`; decode may start when it has loaded all it was told of.
+
+    Also sent to the router. Rows and hits are those of the prefill replica, for the record."""
+
+    key: JobKey
+    encoder_rows: int
+    hit_tokens: int
+    run_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    """The sender gave `key` up. `code` is one of errors.ERRORS_BY_CODE; `retryable` says whether
+    another attempt elsewhere may succeed."""
+
+    key: JobKey
+    code: str
+    message: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffAck:
+    """Decode copied everything it was told of; prefill may let its leases end."""
+
+    key: JobKey
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds and counts of the stages a decode replica saw, sent with the terminal item."""
+
+    wait_s: float = 0.0  # admitted until rows could start (includes waiting for prefill)
+    load_s: float = 0.0
+    load_bytes: int = 0
+    replay_s: float = 0.0  # first row until first token
+    encoder_rows: int = 0  # rows before the first token, as counted by the runner
+    decoder_rows: int = 0
+    hit_tokens: int = 0  # H: tokens whose global KV was not computed here
+    window_position: int = 0
+    start_kind: str = "cold"
+    decode_s: float = 0.0  # first token until the last
+    committed_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenItem:
+    """Tokens of one sequence in one step, and how it ended if it did.
+
+    `first_index` counts generated tokens from 0: a router drops what it has already seen."""
+
+    key: JobKey
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None
+    times: StageTimes | None  # with the terminal item
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """All tokens of one step for one router."""
+
+    items: tuple[TokenItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A replica's own view of its load. `last_dispatch` is the highest dispatch number of the
+    receiving router that it covers; the router adds only newer ones on top."""
+
+    last_dispatch: int
+    step: int  # steps run since start: moves while work is queued, or the replica is stuck
+    waiting_requests: int
+    running_requests: int
+    backlog_rows: int  # rows that admitted and queued jobs still have to run
+    resident_tokens: int
+    free_blocks: int
+    free_slots: int
+    rows_per_s: float  # measured over the last steps, 0 before the first
+    held_leases: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no new jobs; finish what runs."""
+
+    grace_s: float
+
+
+MESSAGES = MessageTable(
+    {
+        1: Hello,
+        2: PrefillJob,
+        3: DecodeJob,
+        4: Cancel,
+        5: BlocksReady,
+        6: WindowReady,
+        7: PrefillDone,
+        8: JobFailed,
+        9: HandoffAck,
+        10: TokenBatch,
+        11: LoadReport,
+        12: Drain,
+    }
+)

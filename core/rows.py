@@ -1,0 +1,197 @@
+"""Which rows must run: the arithmetic of prefill, hand-off, exact replay and resume.
+
+All numbers are token positions. g = 128; N prompt length; H end of the longest stored prefix of
+whole blocks; keep = decoder rows kept in prefill; W window. From docs/architecture.md:
+
+    latest start   R = max(0, min(H, N - keep))
+    window set     C = {0} + grains with a stored window record;  c = max{x in C : x <= R}
+    exact replay   e = max(0, R - n_enc (W-1)), rounded down to even
+    start          max(c, e); both are exact, c wins ties
+
+Encoder rows are [start, N), with the first decoder layer's KV source on the same rows; decoder rows
+are [F, N) with F = max(0, N - keep). Global KV is written from the write floor H on, never below.
+Everything here is a pure function of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headrace.core.chain import BLOCK_TOKENS
+from headrace.core.errors import ConfigError
+
+GRAIN = BLOCK_TOKENS
+
+
+def floor_grain(position: int) -> int:
+    """The last multiple of 128 at or below `position`."""
+    return position - position % GRAIN
+
+
+class StartKind(StrEnum):
+    """Why a run may begin where it begins."""
+
+    COLD = "cold"  # position 0
+    WINDOW = "window"  # a stored window record
+    REPLAY = "replay"  # exact replay: rows enough to rebuild every window
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The numbers of a model that decide which rows must run."""
+
+    window_tokens: int
+    n_encoder_layers: int
+    n_decoder_layers: int
+
+    def __post_init__(self) -> None:
+        for name in ("window_tokens", "n_encoder_layers", "n_decoder_layers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def replay_rows(self) -> int:
+        """Rows of an exact replay: n_enc (W-1)."""
+        return self.n_encoder_layers * (self.window_tokens - 1)
+
+    @property
+    def exact_keep_tokens(self) -> int:
+        """The keep from which a truncated prefill equals an untruncated one for the last row."""
+        return self.window_tokens + (self.n_decoder_layers - 1) * (self.window_tokens - 1)
+
+    def check_keep(self, keep_tokens: int) -> int:
+        """`keep_tokens` if legal. The drafter reads W rows, so keep < W is refused."""
+        if keep_tokens < self.window_tokens:
+            raise ConfigError(
+                f"keep_tokens must be at least the window ({self.window_tokens}), got {keep_tokens}"
+            )
+        return keep_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Rows of one run over known tokens. Half-open ranges; a row's position is its token's.
+
+    `decoder_floor` is the first position whose decoder window rows exist; `encoder_floor` the first
+    position whose encoder window rows may be read (0 when started from a window record or cold)."""
+
+    start: int
+    end: int  # one past the last encoder row
+    decoder_start: int  # == end when no decoder row runs
+    write_floor: int
+    encoder_floor: int
+    decoder_floor: int
+    kind: StartKind
+    window_position: int  # c, where the window record is loaded; 0 unless kind is WINDOW
+
+    @property
+    def encoder_rows(self) -> int:
+        return self.end - self.start
+
+    @property
+    def decoder_rows(self) -> int:
+        return self.end - self.decoder_start
+
+
+def _start(
+    latest: int, windows: Iterable[int], geometry: Geometry
+) -> tuple[int, StartKind, int, int]:
+    """(start, kind, window position, encoder floor) for a latest start R."""
+    for x in windows:
+        if x % GRAIN or x < 0:
+            raise ValueError(f"a window record lies at a multiple of {GRAIN}, got {x}")
+    c = max((x for x in windows if x <= latest), default=0)
+    e = max(0, latest - geometry.replay_rows)
+    e -= e % 2  # a ratio-2 group must not straddle the start
+    if c >= e:
+        return (c, StartKind.WINDOW, c, 0) if c else (0, StartKind.COLD, 0, 0)
+    return e, StartKind.REPLAY, 0, e
+
+
+def _check(n_tokens: int, hit_tokens: int, keep_tokens: int, geometry: Geometry) -> None:
+    geometry.check_keep(keep_tokens)
+    if n_tokens < 1:
+        raise ValueError(f"a run needs at least one token, got {n_tokens}")
+    if hit_tokens % GRAIN or not 0 <= hit_tokens <= n_tokens:
+        raise ValueError(
+            f"a hit is a multiple of {GRAIN} within the prompt ({n_tokens}), got {hit_tokens}"
+        )
+
+
+def plan_decode(
+    n_tokens: int, hit_tokens: int, keep_tokens: int, windows: Iterable[int], geometry: Geometry
+) -> RowPlan:
+    """Rows that a decode replica (or the `all` engine) runs for a prompt of N tokens.
+
+    `windows`: positions of usable window records; 0 need not be named. A cold run is the same with
+    hit 0. Raises `ValueError` on a hit that is not a multiple of 128 or exceeds N."""
+    _check(n_tokens, hit_tokens, keep_tokens, geometry)
+    first = max(0, n_tokens - keep_tokens)
+    latest = max(0, min(hit_tokens, first))
+    start, kind, window, floor = _start(latest, tuple(windows), geometry)
+    return RowPlan(start, n_tokens, first, hit_tokens, floor, first, kind, window)
+
+
+def record_position(n_tokens: int, keep_tokens: int) -> int:
+    """p: where prefill makes the window record that the hand-off needs."""
+    return floor_grain(max(0, n_tokens - keep_tokens))
+
+
+def plan_prefill(
+    n_tokens: int, hit_tokens: int, keep_tokens: int, windows: Iterable[int], geometry: Geometry
+) -> RowPlan:
+    """Encoder rows that a prefill replica runs: complete blocks from the hit H0 to floor(N), and
+    the window record at p. No decoder rows. When all blocks are stored only the rows up to p run;
+    when the record is stored too the plan is empty (start == end)."""
+    _check(n_tokens, hit_tokens, keep_tokens, geometry)
+    p = record_position(n_tokens, keep_tokens)
+    known = tuple(windows)
+    end = floor_grain(n_tokens) if hit_tokens < floor_grain(n_tokens) else p
+    if end == p and (p == 0 or p in known):
+        return RowPlan(p, p, p, hit_tokens, 0, p, StartKind.WINDOW if p else StartKind.COLD, p)
+    start, kind, window, floor = _start(min(hit_tokens, p), known, geometry)
+    return RowPlan(start, end, end, hit_tokens, floor, end, kind, window)
+
+
+def plan_resume(
+    known_tokens: int,
+    hit_tokens: int,
+    first_decoder_row: int,
+    windows: Iterable[int],
+    geometry: Geometry,
+) -> RowPlan:
+    """Rows that rebuild a sequence of M known tokens (the newest included) after a decode death.
+
+    `first_decoder_row` is the F of the first run, which travels with the request."""
+    if hit_tokens % GRAIN or not 0 <= hit_tokens <= known_tokens:
+        raise ValueError(f"a hit is a multiple of {GRAIN} within {known_tokens}, got {hit_tokens}")
+    w = geometry.window_tokens
+    reach = w + (geometry.n_decoder_layers - 1) * (w - 1)
+    decoder_start = max(first_decoder_row, known_tokens - reach)
+    latest = max(0, min(hit_tokens, decoder_start))
+    start, kind, window, floor = _start(latest, tuple(windows), geometry)
+    return RowPlan(
+        start, known_tokens, decoder_start, hit_tokens, floor, decoder_start, kind, window
+    )
+
+
+def wants_prefill(plan: RowPlan, n_tokens: int, keep_tokens: int, local_prefill_rows: int) -> bool:
+    """Whether a prompt goes to a prefill replica first: many rows to run, and blocks to gain."""
+    return plan.encoder_rows > local_prefill_rows and n_tokens >= keep_tokens + GRAIN
+
+
+def record_positions(
+    start: int, length_tokens: int, keep_tokens: int, spacing_tokens: int
+) -> tuple[int, ...]:
+    """Grains in (start, length] at which a run of known length makes window records: from
+    floor(length - keep) on, where the next turn's p lies, and every `spacing_tokens`."""
+    first = record_position(length_tokens, keep_tokens)
+    grains = range(floor_grain(start) + GRAIN, length_tokens + 1, GRAIN)
+    return tuple(x for x in grains if x >= max(first, GRAIN) or x % spacing_tokens == 0)
+
+
+def complete_blocks(verified_tokens_with_kv: int) -> int:
+    """Blocks that may be committed: (b+1)*128 <= verified tokens whose KV exists."""
+    return verified_tokens_with_kv // GRAIN

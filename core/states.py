@@ -1,0 +1,178 @@
+"""State tables: (state, event) -> state. Anything not written here raises with names.
+
+Late and duplicate events have a written answer: they stand in the table's `ignored` set, leave
+the state as it is and are counted by the caller (`Step.ignored`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from headrace.core.errors import IllegalTransition
+
+S = TypeVar("S", bound=StrEnum)
+E = TypeVar("E", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[S]):
+    """Outcome of one event: the state after it, and whether the event was late or a duplicate."""
+
+    state: S
+    ignored: bool
+
+
+class StateTable(Generic[S, E]):
+    """An explicit automaton. Immutable; holds no instance state."""
+
+    def __init__(
+        self,
+        name: str,
+        transitions: Mapping[tuple[S, E], S],
+        ignored: frozenset[tuple[S, E]] = frozenset(),
+    ) -> None:
+        both = [pair for pair in transitions if pair in ignored]
+        if both:
+            raise ValueError(f"{name}: both a transition and ignored: {both}")
+        self.name = name
+        self.transitions = dict(transitions)
+        self.ignored = ignored
+
+    def step(self, state: S, event: E, who: object = "") -> Step[S]:
+        """The answer to `event` in `state`. Raises `IllegalTransition` naming all three."""
+        target = self.transitions.get((state, event))
+        if target is not None:
+            return Step(target, ignored=False)
+        if (state, event) in self.ignored:
+            return Step(state, ignored=True)
+        raise IllegalTransition(f"{self.name} {who}: event {event} is impossible in state {state}")
+
+
+class RequestState(StrEnum):
+    """A request as its router sees it. Exactly one terminal event reaches the client."""
+
+    ACCEPTED = "accepted"  # validated and tokenised
+    PREFILLING = "prefilling"  # a prefill replica runs rows for it
+    DECODING = "decoding"  # a decode replica owns it; no byte was sent yet
+    STREAMING = "streaming"  # at least one byte reached the client
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class RequestEvent(StrEnum):
+    SENT_TO_PREFILL = "sent_to_prefill"
+    SENT_TO_DECODE = "sent_to_decode"
+    PREFILL_DONE = "prefill_done"
+    TOKENS = "tokens"
+    RETRY = "retry"  # another attempt, under a new epoch
+    FINISH = "finish"
+    ERROR = "error"
+    CLIENT_GONE = "client_gone"
+
+
+_R, _E = RequestState, RequestEvent
+TERMINAL_REQUEST_STATES = frozenset({_R.FINISHED, _R.FAILED, _R.CANCELLED})
+_LIVE = (_R.ACCEPTED, _R.PREFILLING, _R.DECODING, _R.STREAMING)
+
+REQUEST_TABLE: StateTable[RequestState, RequestEvent] = StateTable(
+    "request",
+    {
+        (_R.ACCEPTED, _E.SENT_TO_PREFILL): _R.PREFILLING,
+        (_R.ACCEPTED, _E.SENT_TO_DECODE): _R.DECODING,
+        (_R.PREFILLING, _E.PREFILL_DONE): _R.DECODING,
+        (_R.PREFILLING, _E.TOKENS): _R.STREAMING,  # tokens may overtake the prefill's own report
+        (_R.DECODING, _E.TOKENS): _R.STREAMING,
+        (_R.STREAMING, _E.TOKENS): _R.STREAMING,
+        (_R.PREFILLING, _E.RETRY): _R.ACCEPTED,
+        (_R.DECODING, _E.RETRY): _R.ACCEPTED,
+        **{(s, _E.FINISH): _R.FINISHED for s in _LIVE[1:]},
+        **{(s, _E.ERROR): _R.FAILED for s in _LIVE},
+        **{(s, _E.CLIENT_GONE): _R.CANCELLED for s in _LIVE},
+    },
+    ignored=frozenset(
+        {(s, e) for s in TERMINAL_REQUEST_STATES for e in _E}
+        | {(_R.DECODING, _E.PREFILL_DONE), (_R.STREAMING, _E.PREFILL_DONE)}
+    ),
+)
+
+
+class Visibility(StrEnum):
+    """Who can see a stored object. Each step is taken only after the bytes are where it says."""
+
+    RESERVED = "reserved"  # a writer owns the arena slot; nobody may read
+    SEALED = "sealed"  # bytes and checksum in the arena, readable by every process of the host
+    LISTED = "listed"  # in the Redis index
+    DURABLE = "durable"  # after the group sync of its segment
+    DROPPED = "dropped"
+
+
+class VisibilityEvent(StrEnum):
+    SEAL = "seal"
+    LIST = "list"
+    SYNC = "sync"
+    UNLIST = "unlist"  # Redis lost it; the bytes are still there
+    DROP = "drop"
+
+
+_V, _W = Visibility, VisibilityEvent
+VISIBILITY_TABLE: StateTable[Visibility, VisibilityEvent] = StateTable(
+    "object",
+    {
+        (_V.RESERVED, _W.SEAL): _V.SEALED,
+        (_V.SEALED, _W.LIST): _V.LISTED,
+        (_V.SEALED, _W.SYNC): _V.DURABLE,  # Redis was away: durable first, listed by a rebuild
+        (_V.LISTED, _W.SYNC): _V.DURABLE,
+        (_V.LISTED, _W.UNLIST): _V.SEALED,
+        **{(s, _W.DROP): _V.DROPPED for s in (_V.RESERVED, _V.SEALED, _V.LISTED, _V.DURABLE)},
+    },
+    ignored=frozenset(
+        {(_V.DROPPED, e) for e in _W}
+        | {(s, _W.SEAL) for s in (_V.SEALED, _V.LISTED, _V.DURABLE)}  # a second writer: first wins
+        | {(_V.LISTED, _W.LIST), (_V.DURABLE, _W.LIST), (_V.DURABLE, _W.SYNC)}
+        | {(_V.SEALED, _W.UNLIST), (_V.DURABLE, _W.UNLIST)}
+    ),
+)
+
+
+class ReplicaState(StrEnum):
+    """A replica as routers and the supervisor see it."""
+
+    JOINING = "joining"
+    READY = "ready"
+    SUSPECT = "suspect"  # socket closed or lease missed; gets no new work
+    DRAINING = "draining"  # finishes what it has
+    GONE = "gone"
+
+
+class ReplicaEvent(StrEnum):
+    WARM = "warm"
+    LOST = "lost"
+    BACK = "back"
+    DRAIN = "drain"
+    LEFT = "left"
+
+
+_P, _Q = ReplicaState, ReplicaEvent
+REPLICA_TABLE: StateTable[ReplicaState, ReplicaEvent] = StateTable(
+    "replica",
+    {
+        (_P.JOINING, _Q.WARM): _P.READY,
+        (_P.READY, _Q.LOST): _P.SUSPECT,
+        (_P.JOINING, _Q.LOST): _P.SUSPECT,
+        (_P.SUSPECT, _Q.BACK): _P.READY,
+        (_P.READY, _Q.DRAIN): _P.DRAINING,
+        (_P.JOINING, _Q.DRAIN): _P.DRAINING,
+        (_P.SUSPECT, _Q.DRAIN): _P.DRAINING,
+        **{(s, _Q.LEFT): _P.GONE for s in (_P.JOINING, _P.READY, _P.SUSPECT, _P.DRAINING)},
+    },
+    ignored=frozenset(
+        {(_P.GONE, e) for e in _Q}
+        | {(_P.READY, _Q.WARM), (_P.READY, _Q.BACK), (_P.SUSPECT, _Q.LOST)}
+        | {(_P.DRAINING, e) for e in (_Q.DRAIN, _Q.LOST, _Q.BACK, _Q.WARM)}
+        | {(_P.JOINING, _Q.BACK), (_P.SUSPECT, _Q.WARM)}
+    ),
+)
