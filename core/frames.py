@@ -3,7 +3,8 @@
     magic "HR" | version u8 | flags u8 (0) | length u32le | tag 16 bytes | payload (msgpack)
 
 The tag is derived from the cluster token and compared in constant time *before* anything of the
-payload is decoded; a length above the cap is refused before it is read. A bad frame ends its connection.
+payload is decoded; a length above the cap is refused before it is read. A bad frame ends its
+connection.
 """
 
 from __future__ import annotations
