@@ -1,1 +1,35 @@
-"""The V4.1 family as torch modules; knows tensors, not requests."""
+"""The V4.1 family as torch modules; knows tensors, not requests.
+
+A `ModelConfig` names the architecture, a `CacheLayout` says what its state weighs, a `KvState`
+holds that state for all sequences of a replica, and a `Trunk` runs a `RowBatch` (decode, verify,
+replay and prefill rows of many sequences in one call) against it and returns a `RowResult`.
+In `invariant` numerics the bits of every stored byte and every logit are independent of what
+else shared the call; see `Numerics`. Engram needs a token map, built once from a tokenizer.
+Random weights depend on (config, seed) alone and are the same on every machine.
+"""
+
+from headrace.model.config import LayerKind, LayerSpec, ModelConfig, RopeScaling, VisionConfig
+from headrace.model.errors import BatchError, ConfigError, StateError
+from headrace.model.layout import BLOCK_TOKENS, CacheLayout, SourceLayout
+from headrace.model.numerics import Numerics
+from headrace.model.rows import RowBatch, RowResult
+from headrace.model.state import KvState, SlotState
+
+__all__ = [
+    "BLOCK_TOKENS",
+    "BatchError",
+    "CacheLayout",
+    "ConfigError",
+    "KvState",
+    "LayerKind",
+    "LayerSpec",
+    "ModelConfig",
+    "Numerics",
+    "RopeScaling",
+    "RowBatch",
+    "RowResult",
+    "SlotState",
+    "SourceLayout",
+    "StateError",
+    "VisionConfig",
+]

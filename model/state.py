@@ -1,0 +1,195 @@
+"""The explicit state of all sequences of one replica: global KV blocks and state slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from headrace.model.config import ModelConfig
+from headrace.model.errors import StateError
+from headrace.model.layout import CacheLayout
+from headrace.model.numerics import Numerics, Precision
+
+# 0xff is NaN as e4m3 and as E8M0, so filling a row or a block with it makes every value NaN.
+POISON_BYTE = 0xFF
+
+Layers = Literal["all", "encoder"]
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """One sequence's private state at `length` tokens, independent of ring size and paging.
+
+    `swa` holds the W-1 window rows before `length`, layer-major, in position order, zeros where
+    the position would be negative; `tails` the last r-1 compressor rows of each pooling source,
+    in position order. Rows that the writer never had (below a floor) come out as they lay.
+    """
+
+    length: int
+    layers: Layers
+    window_rows: int
+    tail_dtype: str
+    swa: bytes
+    tails: bytes
+
+
+class KvState:
+    """Blocks and slots of one replica; mutated by `Trunk.forward` and the methods below.
+
+    `blocks` is uint8 [n_blocks, block_bytes], `rings` uint8 [n_slots, L, ring_rows,
+    swa_row_bytes] (slot of position p is p mod ring_rows), `tails` [n_slots, n_tail_sources,
+    tail_rows, 2, head_dim] in the accumulate dtype (gate, value; row p mod tail_rows).
+    A fresh state is zero, or NaN everywhere with `poison=True`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layout: CacheLayout,
+        n_blocks: int,
+        n_slots: int,
+        numerics: Numerics,
+        device: str | torch.device = "cpu",
+        *,
+        poison: bool = False,
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.numerics = numerics
+        self.device = torch.device(device)
+        self.tail_dtype = Precision.of(numerics).accumulate
+        kw = {"dtype": torch.uint8, "device": self.device}
+        self.blocks = torch.zeros((n_blocks, layout.block_bytes), **kw)
+        shape = (n_slots, layout.n_layers, layout.ring_rows, layout.swa_row_bytes)
+        self.rings = torch.zeros(shape, **kw)
+        self.tails = torch.zeros(
+            (n_slots, len(layout.tail_layers), layout.tail_rows, 2, config.head_dim),
+            dtype=self.tail_dtype,
+            device=self.device,
+        )
+        if poison:
+            self.blocks.fill_(POISON_BYTE)
+            self.rings.fill_(POISON_BYTE)
+            self.tails.fill_(float("nan"))
+
+    @property
+    def n_blocks(self) -> int:
+        return self.blocks.shape[0]
+
+    @property
+    def n_slots(self) -> int:
+        return self.rings.shape[0]
+
+    # ---- blocks ----------------------------------------------------------------------------
+
+    def block_view(self, block: int) -> memoryview:
+        """Writable zero-copy view of one block's payload; CPU only, valid as long as the state."""
+        if self.device.type != "cpu":
+            raise StateError(f"block_view needs a CPU state, this one is on {self.device}")
+        return memoryview(self.blocks[block].numpy())
+
+    def read_block(self, block: int) -> bytes:
+        return self.blocks[block].cpu().numpy().tobytes()
+
+    def write_block(self, block: int, buffer: bytes | bytearray | memoryview) -> None:
+        """Replace one block's payload; `buffer` must have exactly `block_bytes` bytes."""
+        self.blocks[block] = self._tensor(buffer, self.layout.block_bytes, "block")
+
+    def poison_block(self, block: int) -> None:
+        """Make every value of the block NaN."""
+        self.blocks[block] = POISON_BYTE
+
+    # ---- windows ---------------------------------------------------------------------------
+
+    def read_window(self, slot: int, position: int) -> bytes:
+        """The window record at `position`: W-1 encoder rows before it.
+
+        Layer-major, position order, padded at the front with zeros when position < W-1. Valid
+        only while the ring holds those rows: no later row than position + backtrack_rows may
+        have been stored.
+        """
+        return self._read_rows(slot, position, self.layout.n_encoder_layers)
+
+    def write_window(
+        self, slot: int, position: int, buffer: bytes | bytearray | memoryview
+    ) -> None:
+        """Put a window record into the ring; rows of negative positions are dropped."""
+        self._write_rows(slot, position, self.layout.n_encoder_layers, buffer)
+
+    def export_slot(self, slot: int, length: int, *, layers: Layers = "all") -> SlotState:
+        """Copy out what continuing at `length` needs besides blocks and token ids."""
+        rows = self._tail_rows(length)
+        return SlotState(
+            length=length,
+            layers=layers,
+            window_rows=self.layout.window_record_rows,
+            tail_dtype=str(self.tail_dtype),
+            swa=self._read_rows(slot, length, self._n_layers(layers)),
+            tails=self.tails[slot][:, rows].cpu().numpy().tobytes(),
+        )
+
+    def import_slot(self, slot: int, state: SlotState) -> None:
+        """Overwrite the slot's rows before `state.length`; other rows stay as they are.
+
+        Raises StateError when the bytes come from another window size or numerics class.
+        """
+        if state.window_rows != self.layout.window_record_rows:
+            raise StateError(
+                f"slot state has {state.window_rows} window rows, "
+                f"wanted {self.layout.window_record_rows}"
+            )
+        if state.tail_dtype != str(self.tail_dtype):
+            raise StateError(f"slot state is {state.tail_dtype}, wanted {self.tail_dtype}")
+        self._write_rows(slot, state.length, self._n_layers(state.layers), state.swa)
+        rows = self._tail_rows(state.length)
+        target = self.tails[slot]
+        wanted = target[:, rows].numel() * target.element_size()
+        raw = self._tensor(state.tails, wanted, "tail")
+        if wanted:
+            target[:, rows] = raw.view(self.tail_dtype).view(target[:, rows].shape)
+
+    def poison_slot(self, slot: int) -> None:
+        """Make every ring row and tail row of the slot NaN."""
+        self.rings[slot] = POISON_BYTE
+        self.tails[slot] = float("nan")
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _n_layers(self, layers: Layers) -> int:
+        return self.layout.n_layers if layers == "all" else self.layout.n_encoder_layers
+
+    def _tail_rows(self, length: int) -> list[int]:
+        first = length - self.layout.tail_history_rows
+        return [p % self.layout.tail_rows for p in range(first, length)]
+
+    def _window_positions(self, position: int) -> np.ndarray:
+        return np.arange(position - self.layout.window_record_rows, position)
+
+    def _read_rows(self, slot: int, position: int, n_layers: int) -> bytes:
+        positions = self._window_positions(position)
+        rows = torch.from_numpy(positions % self.layout.ring_rows).to(self.device)
+        out = self.rings[slot, :n_layers].index_select(1, rows).cpu().numpy()
+        out[:, positions < 0] = 0
+        return out.tobytes()
+
+    def _write_rows(
+        self, slot: int, position: int, n_layers: int, buffer: bytes | bytearray | memoryview
+    ) -> None:
+        rows, width = self.layout.window_record_rows, self.layout.swa_row_bytes
+        raw = self._tensor(buffer, n_layers * rows * width, "window").view(n_layers, rows, width)
+        positions = self._window_positions(position)
+        keep = positions >= 0
+        target = torch.from_numpy(positions[keep] % self.layout.ring_rows).to(self.device)
+        self.rings[slot][:n_layers, target] = raw[:, torch.from_numpy(keep)]
+
+    def _tensor(
+        self, buffer: bytes | bytearray | memoryview, wanted: int, what: str
+    ) -> torch.Tensor:
+        data = np.frombuffer(buffer, dtype=np.uint8)
+        if data.size != wanted:
+            raise StateError(f"{what} bytes: found {data.size}, wanted {wanted}")
+        # torch refuses to promise not to write into a read-only buffer, so such a one is copied.
+        return torch.from_numpy(data if data.flags.writeable else data.copy()).to(self.device)

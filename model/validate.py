@@ -1,0 +1,170 @@
+"""Refusals of a model configuration. Every message names key, found and wanted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from headrace.model.engram_hash import ascending, sum_of_primes
+from headrace.model.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.model.config import ModelConfig
+
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "q_lora_rank",
+    "o_groups",
+    "o_lora_rank",
+    "sliding_window",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "max_position_embeddings",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+    "candidate_topk_blocks",
+    "engram_compressed_vocab_size",
+    "engram_n_heads",
+    "engram_head_dim",
+    "engram_vocab_size",
+)
+
+
+def _refuse(key: str, found: object, wanted: str) -> NoReturn:
+    raise ConfigError(f"{key}: found {found!r}, wanted {wanted}")
+
+
+def validate(c: ModelConfig) -> None:
+    """Raise `ConfigError` on the first rule that `c` breaks; `c` is not changed."""
+    for key in _POSITIVE:
+        if getattr(c, key) < 1:
+            _refuse(key, getattr(c, key), "at least 1")
+    _validate_dimensions(c)
+    _validate_layers(c)
+    _validate_index(c)
+    _validate_engram(c)
+    _validate_ids(c)
+
+
+def _validate_dimensions(c: ModelConfig) -> None:
+    for key in ("head_dim", "index_head_dim"):
+        if getattr(c, key) % 32:
+            _refuse(key, getattr(c, key), "a multiple of 32 (quantisation group)")
+    smallest = min(c.head_dim, c.index_head_dim)
+    if c.qk_rope_head_dim % 2 or not 0 < c.qk_rope_head_dim <= smallest:
+        _refuse("qk_rope_head_dim", c.qk_rope_head_dim, f"even and in 2..{smallest}")
+    if c.num_attention_heads % c.o_groups:
+        _refuse("o_groups", c.o_groups, f"a divisor of num_attention_heads {c.num_attention_heads}")
+    if c.num_experts_per_tok > c.n_routed_experts:
+        _refuse("num_experts_per_tok", c.num_experts_per_tok, f"at most {c.n_routed_experts}")
+    if c.sliding_window < 2:
+        _refuse("sliding_window", c.sliding_window, "at least 2")
+
+
+def _validate_layers(c: ModelConfig) -> None:
+    n = c.num_hidden_layers
+    wanted = n + c.num_nextn_predict_layers
+    if len(c.compress_ratios) != wanted:
+        _refuse("compress_ratios", len(c.compress_ratios), f"{wanted} entries (layers + drafter)")
+    for index, ratio in enumerate(c.compress_ratios):
+        if ratio not in ((0, 1, 2) if index < n else (0,)):
+            _refuse(f"compress_ratios[{index}]", ratio, "0, 1 or 2 (0 for drafter stages)")
+    for key in ("kv_source_layer_ids", "index_source_layer_ids"):
+        ids = getattr(c, key)
+        if not ascending(ids) or any(not 0 <= i < n for i in ids):
+            _refuse(key, ids, f"ascending layer numbers below {n}")
+        for i in ids:
+            if c.compress_ratios[i] == 0:
+                _refuse(key, i, "only layers with a compression ratio above 0")
+    for i in c.kv_source_layer_ids:
+        if i not in c.index_source_layer_ids:
+            _refuse("index_source_layer_ids", c.index_source_layer_ids, f"kv source {i} in it too")
+    for index in range(n):
+        ratio = c.compress_ratios[index]
+        if ratio == 0:
+            continue
+        sources = [s for s in c.kv_source_layer_ids if s <= index]
+        if not sources:
+            _refuse("kv_source_layer_ids", c.kv_source_layer_ids, f"a source at or below {index}")
+        if c.compress_ratios[sources[-1]] != ratio:
+            _refuse(f"compress_ratios[{index}]", ratio, f"the ratio of its source {sources[-1]}")
+        if max(s for s in c.index_source_layer_ids if s <= index) < sources[-1]:
+            _refuse("index_source_layer_ids", c.index_source_layer_ids, f"a source for {index}")
+    _validate_decoder_half(c)
+
+
+def _validate_decoder_half(c: ModelConfig) -> None:
+    first = c.first_decoder_layer
+    if first == c.num_hidden_layers:
+        return
+    if first not in c.kv_source_layer_ids:
+        _refuse("kv_source_layer_ids", c.kv_source_layer_ids, f"the first decoder layer {first}")
+    if first == 0:
+        _refuse("compress_ratios[0]", 1, "0 or 2: the encoder half must not be empty")
+    for key in ("kv_source_layer_ids", "engram_layer_ids"):
+        for i in getattr(c, key):
+            if i > first:
+                _refuse(key, i, f"nothing inside the decoder half, which starts at {first}")
+
+
+def _validate_index(c: ModelConfig) -> None:
+    if c.candidate_source_layer_id != -1:
+        if c.candidate_source_layer_id not in c.index_source_layer_ids:
+            _refuse(
+                "candidate_source_layer_id",
+                c.candidate_source_layer_id,
+                f"-1 or one of index_source_layer_ids {c.index_source_layer_ids}",
+            )
+        # Candidates are entry numbers: a later source of another KV would read them wrongly.
+        later = [s for s in c.kv_source_layer_ids if s > c.candidate_source_layer_id]
+        if c.candidate_source_layer_id not in c.kv_source_layer_ids or later:
+            _refuse(
+                "candidate_source_layer_id", c.candidate_source_layer_id, "the last kv source or -1"
+            )
+    if c.candidate_block_size not in (8, 16):
+        _refuse("candidate_block_size", c.candidate_block_size, "8 or 16")
+    if c.candidate_topk_blocks % 4:
+        _refuse("candidate_topk_blocks", c.candidate_topk_blocks, "a multiple of 4")
+    most = c.candidate_topk_blocks * c.candidate_block_size
+    if c.index_topk > most:
+        _refuse("index_topk", c.index_topk, f"at most topk blocks x block size = {most}")
+
+
+def _validate_engram(c: ModelConfig) -> None:
+    if not ascending(c.engram_layer_ids) or any(
+        not 0 <= i < c.num_hidden_layers for i in c.engram_layer_ids
+    ):
+        _refuse("engram_layer_ids", c.engram_layer_ids, "ascending layer numbers")
+    if c.engram_max_ngram_size < 2:
+        _refuse("engram_max_ngram_size", c.engram_max_ngram_size, "at least 2")
+    sums = sum_of_primes(
+        len(c.engram_layer_ids), c.engram_max_ngram_size, c.engram_n_heads, c.engram_vocab_size
+    )
+    if tuple(c.engram_num_embeddings) != sums:
+        _refuse("engram_num_embeddings", c.engram_num_embeddings, f"the sums of primes {sums}")
+    if c.engram_compressed_vocab_size > c.vocab_size:
+        _refuse(
+            "engram_compressed_vocab_size",
+            c.engram_compressed_vocab_size,
+            f"at most vocab_size {c.vocab_size}",
+        )
+
+
+def _validate_ids(c: ModelConfig) -> None:
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "engram_pad_token_id"):
+        if not 0 <= getattr(c, key) < c.vocab_size:
+            _refuse(key, getattr(c, key), f"in 0..{c.vocab_size - 1}")
+    for key in ("image_token_id", "dspark_noise_token_id"):
+        if not -1 <= getattr(c, key) < c.vocab_size:
+            _refuse(key, getattr(c, key), f"in -1..{c.vocab_size - 1}")
+    if c.num_nextn_predict_layers and any(
+        not 0 <= i < c.num_hidden_layers for i in c.dspark_target_layer_ids
+    ):
+        _refuse("dspark_target_layer_ids", c.dspark_target_layer_ids, "layer numbers")
