@@ -1,0 +1,75 @@
+"""Routed and shared experts."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import silu, softplus
+
+# Up to this many (row, expert) pairs each pair gathers its own weights; above, rows are grouped.
+_GATHER_PAIRS = 8
+
+
+def route(
+    x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, top_k: int, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts int64 [n, k] and weights [n, k] (gate's dtype) of rows x [n, D].
+
+    gate is [D, E] (transposed); bias [E] or [n, E] decides the choice and does not enter the
+    weights. Ties go to the lowest expert.
+    """
+    s = torch.sqrt(softplus(x.to(gate.dtype) @ gate))
+    order = torch.sort(s + bias, dim=-1, descending=True, stable=True).indices
+    experts = order[:, :top_k]
+    chosen = s.gather(1, experts)
+    return experts, chosen * (factor / (chosen.sum(-1, keepdim=True) + 1e-20))
+
+
+def activate(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
+    """silu(min(g, limit)) * clamp(u, +-limit) of [..., 2 I] (gate half first)."""
+    g, u = gate_up.chunk(2, dim=-1)
+    return silu(g.clamp(max=limit)).mul_(u.clamp(-limit, limit))
+
+
+def expert_sum(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    limit: float,
+) -> torch.Tensor:
+    """sum_e w2_e(a_e * weight_e) of rows x [n, D]: [n, D] in the weights' (accumulate) dtype.
+
+    w13 is [E, D, 2 I], w2 [E, I, D]; activations are cast to x's dtype before w2.
+    """
+    n, k = experts.shape
+    wide = weights.dtype
+    if n * k <= _GATHER_PAIRS:
+        picked = experts.reshape(-1)
+        rows = x.repeat_interleave(k, dim=0).unsqueeze(1) if k > 1 else x.unsqueeze(1)
+        a = activate(torch.bmm(rows, w13[picked]).to(wide), limit)
+        a = (a * weights.view(-1, 1, 1)).to(x.dtype)
+        return torch.bmm(a, w2[picked]).to(wide).view(n, k, -1).sum(1)
+    out = torch.zeros((n, x.shape[1]), dtype=wide, device=x.device)
+    flat = experts.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=w13.shape[0]).tolist()
+    rows_of = order // k
+    weight_of = weights.reshape(-1)[order]
+    start = 0
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        rows = rows_of[start : start + count]
+        a = activate((x[rows] @ w13[expert]).to(wide), limit)
+        a = (a * weight_of[start : start + count].unsqueeze(-1)).to(x.dtype)
+        out.index_add_(0, rows, (a @ w2[expert]).to(wide))
+        start += count
+    return out
+
+
+def shared_expert(
+    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, limit: float, wide: torch.dtype
+) -> torch.Tensor:
+    """The expert every row passes, without a weight: [n, D] in `wide`. w13 [D, 2I], w2 [I, D]."""
+    return (activate((x @ w13).to(wide), limit).to(x.dtype) @ w2).to(wide)

@@ -1,0 +1,15 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x * rsqrt(mean(x^2) + eps) * weight over the last axis, in weight's dtype, cast to x's.
+
+    `weight` carries the accumulate dtype. A zero row stays zero, also with eps 1e-20.
+    """
+    wide = x.to(weight.dtype)
+    scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
