@@ -1,0 +1,75 @@
+"""State tables: every pair of state and event has an answer, and terminal states stay terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.core.errors import IllegalTransition
+from headrace.core.states import (
+    REPLICA_TABLE,
+    REQUEST_TABLE,
+    TERMINAL_REQUEST_STATES,
+    VISIBILITY_TABLE,
+    ReplicaEvent,
+    ReplicaState,
+    RequestEvent,
+    RequestState,
+    StateTable,
+    Visibility,
+    VisibilityEvent,
+)
+
+TABLES = [
+    (REQUEST_TABLE, RequestState, RequestEvent),
+    (VISIBILITY_TABLE, Visibility, VisibilityEvent),
+    (REPLICA_TABLE, ReplicaState, ReplicaEvent),
+]
+
+
+@pytest.mark.parametrize(
+    ("table", "states", "events"), TABLES, ids=lambda x: getattr(x, "name", "")
+)
+def test_every_pair_moves_is_ignored_or_raises_with_names(table, states, events) -> None:
+    moved = ignored = refused = 0
+    for state in states:
+        for event in events:
+            try:
+                step = table.step(state, event, "job 7")
+            except IllegalTransition as error:
+                refused += 1
+                assert str(state) in error.message
+                assert str(event) in error.message
+                assert "job 7" in error.message
+            else:
+                ignored += step.ignored
+                moved += not step.ignored
+                assert not step.ignored or step.state is state
+    assert moved == len(table.transitions)
+    assert ignored == len(table.ignored)
+    assert moved + ignored + refused == len(states) * len(events)
+
+
+@pytest.mark.parametrize("state", sorted(TERMINAL_REQUEST_STATES))
+def test_nothing_leaves_a_terminal_request_state(state: RequestState) -> None:
+    for event in RequestEvent:
+        step = REQUEST_TABLE.step(state, event)
+        assert step.ignored
+        assert step.state is state
+
+
+def test_a_request_that_sent_bytes_is_never_retried() -> None:
+    with pytest.raises(IllegalTransition, match="retry is impossible in state streaming"):
+        REQUEST_TABLE.step(RequestState.STREAMING, RequestEvent.RETRY, "r")
+
+
+def test_only_sealed_objects_become_visible() -> None:
+    with pytest.raises(IllegalTransition):
+        VISIBILITY_TABLE.step(Visibility.RESERVED, VisibilityEvent.LIST)
+    with pytest.raises(IllegalTransition):
+        VISIBILITY_TABLE.step(Visibility.RESERVED, VisibilityEvent.SYNC)
+
+
+def test_a_pair_cannot_be_both_moved_and_ignored() -> None:
+    pair = (ReplicaState.READY, ReplicaEvent.WARM)
+    with pytest.raises(ValueError, match="both"):
+        StateTable("t", {pair: ReplicaState.GONE}, frozenset({pair}))
