@@ -27,9 +27,10 @@ test: $(STAMP)  ## set up, run the whole test suite (ARGS="-k ring -x" narrows i
 test-fast: $(STAMP) ## the tests that start no Ray and kill nothing
 	$(BIN)/pytest -m "not gpu and not slow and not ray and not fault" $(ARGS)
 
-lint: types     ## ruff, mypy and the import arrows
+lint: $(STAMP) build/ns ## ruff, mypy and the import arrows
 	$(BIN)/ruff check .
 	PYTHONPATH=build/ns $(BIN)/lint-imports --cache-dir build/import_linter_cache
+	@$(MAKE) --no-print-directory types
 
 types: $(STAMP) build/ns ## mypy alone (strict on core, kvstore, router)
 	MYPYPATH=build/ns $(BIN)/mypy $(ROOMS:%=-p headrace.%)
