@@ -36,7 +36,7 @@ types: $(STAMP) build/ns ## mypy alone (strict on core, kvstore, router)
 	MYPYPATH=build/ns $(BIN)/mypy $(ROOMS:%=-p headrace.%)
 
 bench: $(STAMP) ## end-to-end measurements; results belong into docs/LOG.md (ARGS=...)
-	$(BIN)/python bench/end_to_end.py $(ARGS)
+	$(BIN)/python bench/end_to_end/run.py $(ARGS)
 
 wheel: $(STAMP) ## build dist/headrace-*.whl
 	rm -rf build/lib build/bdist.* dist *.egg-info
