@@ -38,9 +38,13 @@ types: $(STAMP) build/ns ## mypy alone (strict on core, kvstore, router)
 bench: $(STAMP) ## end-to-end measurements; results belong into docs/LOG.md (ARGS=...)
 	$(BIN)/python bench/end_to_end/run.py $(ARGS)
 
-wheel: $(STAMP) ## build dist/headrace-*.whl
-	rm -rf build/lib build/bdist.* dist *.egg-info
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+wheel: $(STAMP) ## build dist/headrace-*.whl; its version carries the commit
+	rm -rf build/lib build/bdist.* dist
+	@mkdir -p build
+	printf '[egg_info]\ntag_build = +g%s\n' \
+	    "$$(git describe --always --abbrev=12 --exclude '*' --dirty=.dirty)" > build/version.cfg
+	DIST_EXTRA_CONFIG=$(CURDIR)/build/version.cfg $(BIN)/python -m pip wheel --quiet --no-deps \
+	    --no-build-isolation --wheel-dir dist .
 
 clean:          ## remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
