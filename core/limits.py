@@ -103,6 +103,7 @@ class WireLimits:
 
     frame_bytes: int = 64 << 20
     depth: int = 16
+    unsent_bytes: int = 16 << 20  # posted to a peer that takes nothing
     connect_s: float = 2.0
     send_s: float = 10.0
 

@@ -65,9 +65,15 @@ class Link:
 
     def post(self, message: Any) -> None:
         """Queue one message without waiting, for callers inside callbacks. Drops it silently when
-        the link is closed: whoever must know watches the link's end."""
+        the link is closed: whoever must know watches the link's end. A peer that leaves more than
+        `unsent_bytes` untaken is cut off, so that a stopped one costs bounded memory."""
         if not self.closed:
             self._writer.write(self._codec.encode(self._table.encode(message)))
+            if self._writer.transport.get_write_buffer_size() > self._limits.unsent_bytes:
+                log.warning(
+                    "cut off a peer that leaves %d bytes untaken", self._limits.unsent_bytes
+                )
+                self.abort()
 
     async def receive(self) -> Any | None:
         """The next message, or None when the peer closed. Raises `WireError` on a bad frame."""
