@@ -1,0 +1,110 @@
+"""What a store is told at start, the kinds and tiers it knows, and what it says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headrace.core.errors import ConfigError
+
+
+class Kind(StrEnum):
+    """What an object is; each kind has slots of its own size."""
+
+    KV = "kv"  # one block: 128 tokens of global KV
+    SWA = "swa"  # one window record
+    MM = "mm"  # embeddings; no slots are configured for them yet, so every put answers None
+
+
+class Tier(StrEnum):
+    HOST = "host"  # in the arena
+    SSD = "ssd"  # in a synced segment
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """Settings of one store. Raises `ConfigError` naming key, bound and value.
+
+    `directory` holds segments, salt and lock; one process owns it. `arena_bytes` is shared memory,
+    taken at start; `window_share` of it goes to window records. `ssd_bytes` is taken at start too,
+    in files of `segment_bytes`. `block_bytes` and `window_bytes` are the largest payloads of the
+    two slot classes, from the model card. A group of written slots is synced after `group_bytes` or
+    `group_s`, whichever comes first."""
+
+    directory: str
+    arena_bytes: int
+    ssd_bytes: int
+    segment_bytes: int
+    block_bytes: int
+    window_bytes: int
+    window_share: float = 0.25
+    group_bytes: int = 64 << 20
+    group_s: float = 0.2
+    index_deadline_s: float = 0.05  # every call to Redis; no retries
+    claim_s: float = 10.0  # how long one store alone may persist an object
+    drain_s: float = 5.0  # at stop: how long objects may still be made durable
+
+    def __post_init__(self) -> None:
+        if not self.directory:
+            raise ConfigError("directory must name the store's directory, got ''")
+        for name, least in (
+            ("arena_bytes", 1),
+            ("ssd_bytes", 1),
+            ("segment_bytes", 1),
+            ("block_bytes", 1),
+            ("window_bytes", 1),
+            ("group_bytes", 1),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+        for name, low, high in (
+            ("window_share", 0.01, 0.9),
+            ("group_s", 0.0, 60.0),
+            ("index_deadline_s", 0.001, 10.0),
+            ("claim_s", 0.1, 3600.0),
+            ("drain_s", 0.0, 600.0),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"{name} must be a number, got {value!r}")
+            if not low <= value <= high:
+                raise ConfigError(f"{name} must lie between {low} and {high}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStat:
+    """A store's own account, at one moment.
+
+    In every class `free + reserved + resident == total` slots hold; counters start at 0 with the
+    process. `pending` objects wait for their sync; a kill loses these and no others."""
+
+    boot: str
+    blocks: int  # kv objects known, wherever they lie
+    windows: int
+    arena_slots: int
+    arena_free: int
+    arena_reserved: int
+    arena_resident: int
+    arena_bytes: int  # payload bytes resident in the arena
+    ssd_objects: int
+    ssd_bytes: int  # payload bytes that are durable
+    ssd_segments: int
+    ssd_segments_free: int
+    pending: int
+    leases: int
+    leased_objects: int
+    reservations: int
+    connections: int
+    hits: int
+    misses: int
+    damaged: int
+    dropped: int  # objects refused or given up for want of room, in arena or on disk
+    refused: int  # stale reservations, late leases, wrong sizes
+    loads: int  # objects brought from SSD into the arena
+    writes: int  # objects made durable
+    recycled: int  # segments reused
+    write_errors: int
+    index: str  # off | ok | away
+    index_unlisted: int  # objects whose record is still to be written
+    index_errors: int
