@@ -11,9 +11,12 @@ Random weights depend on (config, seed) alone and are the same on every machine.
 from headrace.model.config import LayerKind, LayerSpec, ModelConfig, RopeScaling, VisionConfig
 from headrace.model.errors import BatchError, ConfigError, StateError
 from headrace.model.layout import BLOCK_TOKENS, CacheLayout, SourceLayout
+from headrace.model.named import load_named, package_tokenizer, reserved_token_ids
 from headrace.model.numerics import Numerics
 from headrace.model.rows import RowBatch, RowResult
 from headrace.model.state import KvState, SlotState
+from headrace.model.token_map import TokenMap, build_token_map
+from headrace.model.trunk import Trunk
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -31,5 +34,11 @@ __all__ = [
     "SlotState",
     "SourceLayout",
     "StateError",
+    "TokenMap",
+    "Trunk",
     "VisionConfig",
+    "build_token_map",
+    "load_named",
+    "package_tokenizer",
+    "reserved_token_ids",
 ]

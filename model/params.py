@@ -1,0 +1,196 @@
+"""Checkpoint tensors -> the fused, transposed, typed tensors that the forward multiplies with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from headrace.model.config import LayerKind, LayerSpec, ModelConfig
+from headrace.model.errors import ConfigError
+from headrace.model.numerics import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class MixParams:
+    """`fn` is [hc D, hc (2 + hc)]; `scale` is spread to one value per output."""
+
+    fn: torch.Tensor
+    base: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorParams:
+    """`project` is [D, hd] (ratio 1) or [D, 2 hd], gate half first; `index_k` is [hd, ihd]."""
+
+    project: torch.Tensor
+    norm: torch.Tensor
+    index_k: torch.Tensor
+    index_norm: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class IndexParams:
+    """`wq` is [q_lora, inh ihd]; `weights` is [D, inh]."""
+
+    wq: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EngramParams:
+    """`table` keeps its stored dtype; its gathered rows are cast."""
+
+    number: int  # position among the Engram layers
+    table: torch.Tensor
+    wkv: torch.Tensor
+    qk_weight: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParams:
+    """Everything of one layer; absent parts are None. Matrices are [in, out]."""
+
+    spec: LayerSpec
+    compressed_rope: bool
+    attn_norm: torch.Tensor
+    ffn_norm: torch.Tensor
+    attn_mix: MixParams
+    ffn_mix: MixParams
+    qkv: torch.Tensor  # [D, q_lora + hd]
+    q_norm: torch.Tensor
+    kv_norm: torch.Tensor
+    wq_b: torch.Tensor
+    wo_a: torch.Tensor  # [groups, heads/groups * hd, o_lora]
+    wo_b: torch.Tensor
+    sink: torch.Tensor
+    compressor: CompressorParams | None
+    index: IndexParams | None
+    engram: EngramParams | None
+    gate: torch.Tensor  # [D, E]
+    gate_bias: torch.Tensor
+    gate_bias_image: torch.Tensor
+    w13: torch.Tensor  # [E, D, 2 I]
+    w2: torch.Tensor  # [E, I, D]
+    shared_w13: torch.Tensor
+    shared_w2: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TrunkParams:
+    embed: torch.Tensor  # [vocab, D]
+    head: torch.Tensor  # [D, vocab], accumulate dtype
+    norm: torch.Tensor
+    layers: tuple[LayerParams, ...]
+
+
+class ParamBuilder:
+    """Takes tensors out of a checkpoint mapping; a missing name is a ConfigError naming it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.tensors = tensors
+        self.precision = precision
+        self.device = device
+
+    def build(self) -> TrunkParams:
+        head = "embed.weight" if self.config.tie_word_embeddings else "head.weight"
+        return TrunkParams(
+            embed=self._compute(self._get("embed.weight")),
+            head=self._wide(self._get(head).T),
+            norm=self._wide(self._get("norm.weight")),
+            layers=tuple(self._layer(spec) for spec in self.config.layers),
+        )
+
+    def _get(self, name: str) -> torch.Tensor:
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise ConfigError(f"checkpoint lacks tensor {name}") from None
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.device, self.precision.compute).contiguous()
+
+    def _wide(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.device, self.precision.accumulate).contiguous()
+
+    def _layer(self, spec: LayerSpec) -> LayerParams:
+        p = f"layers.{spec.index}."
+        a, c = f"{p}attn.", self.config
+        get = self._get
+        indexed = spec.kind in (LayerKind.FULL, LayerKind.REINDEX)
+        wo_a = get(f"{a}wo_a.weight").view(c.o_groups, c.o_lora_rank, -1).transpose(1, 2)
+        qkv = torch.cat((get(f"{a}wq_a.weight"), get(f"{a}wkv.weight"))).T
+        experts = [f"{p}ffn.experts.{e}" for e in range(c.n_routed_experts)]
+        return LayerParams(
+            spec=spec,
+            compressed_rope=spec.ratio > 0,
+            attn_norm=self._wide(get(f"{p}attn_norm.weight")),
+            ffn_norm=self._wide(get(f"{p}ffn_norm.weight")),
+            attn_mix=self._mix(f"{p}hc_attn"),
+            ffn_mix=self._mix(f"{p}hc_ffn"),
+            qkv=self._compute(qkv),
+            q_norm=self._wide(get(f"{a}q_norm.weight")),
+            kv_norm=self._wide(get(f"{a}kv_norm.weight")),
+            wq_b=self._compute(get(f"{a}wq_b.weight").T),
+            wo_a=self._compute(wo_a),
+            wo_b=self._compute(get(f"{a}wo_b.weight").T),
+            sink=self._wide(get(f"{a}attn_sink")),
+            compressor=self._compressor(a, spec) if spec.kind is LayerKind.FULL else None,
+            index=self._index(a) if indexed else None,
+            engram=self._engram(p, spec.index) if spec.index in c.engram_layer_ids else None,
+            gate=self._wide(get(f"{p}ffn.gate.weight").T),
+            gate_bias=self._wide(get(f"{p}ffn.gate.bias")),
+            gate_bias_image=self._wide(get(f"{p}ffn.gate.bias_vl")),
+            w13=self._compute(torch.stack([self._w13(e) for e in experts])),
+            w2=self._compute(torch.stack([get(f"{e}.w2.weight").T for e in experts])),
+            shared_w13=self._compute(self._w13(f"{p}ffn.shared_experts")),
+            shared_w2=self._compute(get(f"{p}ffn.shared_experts.w2.weight").T),
+        )
+
+    def _w13(self, prefix: str) -> torch.Tensor:
+        return torch.cat((self._get(f"{prefix}.w1.weight"), self._get(f"{prefix}.w3.weight"))).T
+
+    def _mix(self, prefix: str) -> MixParams:
+        streams = self.config.hc_mult
+        counts = torch.tensor([streams, streams, streams * streams])
+        return MixParams(
+            fn=self._wide(self._get(f"{prefix}_fn").T),
+            base=self._wide(self._get(f"{prefix}_base")),
+            scale=self._wide(self._get(f"{prefix}_scale").cpu().repeat_interleave(counts)),
+        )
+
+    def _compressor(self, a: str, spec: LayerSpec) -> CompressorParams:
+        get = self._get
+        project = get(f"{a}compressor.wkv.weight")
+        if spec.ratio > 1:  # pooled in the accumulate dtype, from the gate on
+            project = torch.cat((get(f"{a}compressor.wgate.weight"), project))
+        return CompressorParams(
+            project=self._wide(project.T) if spec.ratio > 1 else self._compute(project.T),
+            norm=self._wide(get(f"{a}compressor.norm.weight")),
+            index_k=self._compute(get(f"{a}indexer.wk.weight").T),
+            index_norm=self._wide(get(f"{a}indexer.k_norm.weight")),
+        )
+
+    def _index(self, a: str) -> IndexParams:
+        return IndexParams(
+            wq=self._compute(self._get(f"{a}indexer.wq_b.weight").T),
+            weights=self._compute(self._get(f"{a}indexer.weights_proj.weight").T),
+        )
+
+    def _engram(self, p: str, layer: int) -> EngramParams:
+        q, k = self._get(f"{p}engram.q_weight"), self._get(f"{p}engram.k_weight")
+        return EngramParams(
+            number=self.config.engram_layer_ids.index(layer),
+            table=self._get(f"{p}engram.embed.weight").to(self.device),
+            wkv=self._compute(self._get(f"{p}engram.wkv.weight").T),
+            qk_weight=self._wide(q) * self._wide(k),
+        )

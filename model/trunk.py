@@ -1,0 +1,315 @@
+"""The text trunk: embedding, residual streams, layers, head. One entry for rows of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from headrace.kernels import frequencies, kernels_for, phases, yarn_frequencies
+from headrace.model.attention import Attention, Capture, HalfScratch
+from headrace.model.config import LayerKind, ModelConfig
+from headrace.model.engram_hash import build_hashes, map_history
+from headrace.model.errors import BatchError, ConfigError, StateError
+from headrace.model.numerics import Numerics, Precision
+from headrace.model.params import LayerParams, MixParams, ParamBuilder
+from headrace.model.plan import CallPlan, HalfPlan, Planner
+from headrace.model.rows import RowBatch, RowResult
+from headrace.model.state import KvState
+from headrace.model.weights import random_tensors, random_weights_id
+
+
+@dataclass
+class _Streams:
+    """What travels between layers: H [n, hc, D] and the newest `pre` [n, hc]."""
+
+    h: torch.Tensor
+    pre: torch.Tensor
+
+
+class Trunk(nn.Module):
+    """A V4.1 text model on one device in one numerics class; its weights never change."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        numerics: Numerics,
+        device: str | torch.device = "cpu",
+        *,
+        token_map: NDArray[np.int64],
+        weights_id: str,
+        masked_token_ids: Sequence[int] = (),
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`tensors` are checkpoint names -> values of any float dtype ([out, in] matrices).
+
+        `token_map` is int64 [vocab]; its ids must be 0..engram_compressed_vocab_size-1.
+        Logits at `masked_token_ids` are -inf. Raises ConfigError.
+        """
+        super().__init__()
+        _check_token_map(config, token_map)
+        self.config = config
+        self.numerics = numerics
+        self.weights_id = weights_id
+        self.device = torch.device(device)
+        self.precision = Precision.of(numerics, compute_dtype)
+        self.token_map = np.ascontiguousarray(token_map, dtype=np.int64)
+        self.kernels = kernels_for(self.device)
+        self.params = ParamBuilder(config, tensors, self.precision, self.device).build()
+        self.hashes = build_hashes(
+            config.engram_layer_ids,
+            config.engram_max_ngram_size,
+            config.engram_n_heads,
+            config.engram_vocab_size,
+            config.engram_compressed_vocab_size,
+        )
+        ids = sorted(set(masked_token_ids))
+        if ids and not 0 <= ids[0] <= ids[-1] < config.vocab_size:
+            raise ConfigError(f"masked_token_ids: found {ids}, wanted 0..{config.vocab_size - 1}")
+        self.masked = torch.tensor(ids, dtype=torch.int64, device=self.device)
+        self._base_freqs, self._compressed_freqs = _rope_tables(config, self.precision)
+
+    @classmethod
+    def random(
+        cls,
+        config: ModelConfig,
+        seed: int,
+        numerics: Numerics,
+        device: str | torch.device = "cpu",
+        masked_token_ids: Sequence[int] = (),
+        *,
+        token_map: NDArray[np.int64] | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> Trunk:
+        """Seeded random weights, equal on every platform.
+
+        Without `token_map` ids are folded modulo `engram_compressed_vocab_size`.
+        """
+        if token_map is None:
+            token_map = np.arange(config.vocab_size) % config.engram_compressed_vocab_size
+        return cls(
+            config,
+            random_tensors(config, seed),
+            numerics,
+            device,
+            token_map=token_map,
+            weights_id=random_weights_id(config, seed, token_map),
+            masked_token_ids=masked_token_ids,
+            compute_dtype=compute_dtype,
+        )
+
+    def forward(self, batch: RowBatch, state: KvState, *, capture: bool = False) -> RowResult:
+        """Run all rows once; mutates `state` and nothing else.
+
+        Order inside a layer: ring history is read, keys of all rows are made, sources write
+        their groups, rows score and select, attend, and the newest ring rows stay. A call may
+        be longer than the ring. Raises BatchError or StateError before anything is changed.
+        """
+        self._check_state(state)
+        captured = Capture() if capture else None
+        with torch.inference_mode():
+            ratios = tuple(sorted({s.ratio for s in state.layout.sources}))
+            planner = Planner(state.layout, ratios, self.config.engram_max_ngram_size, self.device)
+            plan = planner.plan(batch)
+            self._check_limits(batch, plan, state)
+            run = _Call(self, state, plan, captured)
+            logits = run.forward(batch.embeddings)
+        return RowResult(
+            logits=logits.clone(),  # outside inference mode: a tensor like any other
+            encoder_rows=run.encoder_rows,
+            decoder_rows=run.decoder_rows,
+            groups_written=run.attention.groups_written,
+            selections={} if captured is None else captured.selections,
+            candidates=None if captured is None else captured.candidates,
+        )
+
+    def _check_state(self, state: KvState) -> None:
+        if state.config is not self.config and state.config != self.config:
+            raise StateError("state was made for another model configuration")
+        if state.tail_dtype != self.precision.accumulate or state.numerics != self.numerics:
+            raise StateError(f"state is {state.numerics}, the model {self.numerics}")
+        if state.device != self.device:
+            raise StateError(f"state lies on {state.device}, the model on {self.device}")
+
+    def _check_limits(self, batch: RowBatch, plan: CallPlan, state: KvState) -> None:
+        ids, c = plan.history, self.config
+        if ids.max() >= c.vocab_size or ids.min() < -1 or ids[:, 0].min() < 0:
+            raise BatchError(f"history_ids: found outside 0..{c.vocab_size - 1} (-1 = before)")
+        longest = max(s.longest for s in plan.encoder.segments)
+        if longest > c.max_position_embeddings:
+            raise BatchError(f"position {longest - 1} is not below {c.max_position_embeddings}")
+        if int(batch.slots.max()) >= state.n_slots or int(batch.slots.min()) < 0:
+            raise BatchError(f"slots: found outside 0..{state.n_slots - 1}")
+        if int(batch.block_tables.max()) >= state.n_blocks:
+            raise BatchError(f"block_tables: found outside 0..{state.n_blocks - 1}")
+
+    def phases(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(base, compressed) rotations of int64 positions [n]: complex [n, rd/2] each."""
+        base = phases(positions, self._base_freqs.to(self.device))
+        return base, phases(positions, self._compressed_freqs.to(self.device))
+
+
+def _check_token_map(config: ModelConfig, token_map: NDArray[np.int64]) -> None:
+    if token_map.shape != (config.vocab_size,):
+        raise ConfigError(f"token map: found {token_map.shape}, wanted ({config.vocab_size},)")
+    size = int(token_map.max()) + 1
+    if size != config.engram_compressed_vocab_size or token_map.min() < 0:
+        raise ConfigError(
+            f"engram_compressed_vocab_size: found {config.engram_compressed_vocab_size}, "
+            f"wanted {size}, the size of the token map"
+        )
+
+
+def _rope_tables(config: ModelConfig, precision: Precision) -> tuple[torch.Tensor, torch.Tensor]:
+    rd, dtype, y = config.qk_rope_head_dim, precision.accumulate, config.rope_scaling
+    base = frequencies(rd, config.rope_theta, dtype)
+    compressed = yarn_frequencies(
+        rd,
+        config.compress_rope_theta,
+        y.factor,
+        y.beta_fast,
+        y.beta_slow,
+        y.original_max_position_embeddings,
+        dtype,
+    )
+    return base, compressed
+
+
+class _Call:
+    """One forward: carries the streams through the layers and counts the rows that passed."""
+
+    def __init__(
+        self, trunk: Trunk, state: KvState, plan: CallPlan, capture: Capture | None
+    ) -> None:
+        self.trunk = trunk
+        self.config = trunk.config
+        self.kernels = trunk.kernels
+        self.plan = plan
+        self.attention = Attention(trunk.config, trunk.kernels, state, plan, capture)
+        self.image = plan.history_image[:, 0]
+        self.encoder_rows = 0
+        self.decoder_rows = 0
+        self._group_phase = {
+            ratio: trunk.phases(w.positions)[1] for ratio, w in plan.writes.items()
+        }
+
+    def forward(self, embeddings: torch.Tensor | None) -> torch.Tensor:
+        """float32 logits [n_logits, vocab]."""
+        c = self.config
+        streams = self._embed(embeddings)
+        engram_rows = self._engram_rows()
+        half = self._half(self.plan.encoder)
+        for p in self.trunk.params.layers:
+            if p.engram is not None:
+                self._engram(p, streams, engram_rows[p.engram.number], half.plan)
+            x = self._collapse(streams, p.attn_norm)
+            if p.spec.kind is LayerKind.FULL:
+                self.attention.publish(p, x, self._group_phase[p.spec.ratio])
+            if p.spec.index == c.first_decoder_layer:
+                if self.plan.decoder is None:
+                    break
+                half = self._half(self.plan.decoder)
+                if (index := half.plan.row_index) is not None:
+                    x, streams.h, streams.pre = x[index], streams.h[index], streams.pre[index]
+            self._sublayers(p, x, streams, half)
+            if p.spec.index == c.first_decoder_layer - 1:
+                self.encoder_rows = streams.h.shape[0]
+        else:
+            if c.n_decoder_layers:
+                self.decoder_rows = streams.h.shape[0]
+            return self._logits(streams)
+        return torch.zeros((0, c.vocab_size), dtype=torch.float32, device=self.trunk.device)
+
+    def _embed(self, embeddings: torch.Tensor | None) -> _Streams:
+        t, n = self.trunk, self.plan.n
+        ids = torch.from_numpy(np.ascontiguousarray(self.plan.history[:, 0])).to(t.device)
+        x = t.params.embed[ids]
+        if embeddings is not None and self.image.any():
+            image = torch.from_numpy(self.image).to(t.device).unsqueeze(-1)
+            x = torch.where(image, embeddings.to(t.device, x.dtype), x)
+        pre = torch.zeros((n, self.config.hc_mult), dtype=t.precision.accumulate, device=t.device)
+        pre[:, 0] = 1.0
+        return _Streams(x.unsqueeze(1).repeat(1, self.config.hc_mult, 1), pre)
+
+    def _half(self, plan: HalfPlan) -> HalfScratch:
+        base, compressed = self.trunk.phases(plan.positions)
+        return HalfScratch(
+            plan=plan,
+            base_phase=base,
+            compressed_phase=compressed,
+            base_back=base.conj().resolve_conj(),
+            compressed_back=compressed.conj().resolve_conj(),
+        )
+
+    def _engram_rows(self) -> list[torch.Tensor]:
+        """Table row numbers [n, rows per token] of every Engram layer."""
+        if not self.trunk.hashes:
+            return []
+        mapped = map_history(
+            self.plan.history,
+            self.plan.history_image,
+            self.trunk.token_map,
+            self.config.engram_pad_token_id,
+        )
+        return [torch.from_numpy(h.rows(mapped)).to(self.trunk.device) for h in self.trunk.hashes]
+
+    def _engram(
+        self, p: LayerParams, streams: _Streams, rows: torch.Tensor, plan: HalfPlan
+    ) -> None:
+        e = p.engram
+        assert e is not None
+        gathered = e.table[rows].flatten(1).to(self.trunk.precision.compute)
+        streams.h = self.kernels.add_engram(
+            streams.h, gathered, e.wkv, e.qk_weight, plan.image, self.config.rms_norm_eps
+        )
+
+    def _collapse(self, streams: _Streams, norm: torch.Tensor) -> torch.Tensor:
+        x = self.kernels.collapse(streams.h, streams.pre)
+        return self.kernels.rms_norm(x, norm, self.config.rms_norm_eps)
+
+    def _mixes(self, h: torch.Tensor, m: MixParams) -> tuple[torch.Tensor, ...]:
+        c = self.config
+        return self.kernels.mixes(
+            h, m.fn, m.base, m.scale, c.hc_sinkhorn_iters, c.rms_norm_eps, c.hc_eps
+        )
+
+    def _sublayers(
+        self, p: LayerParams, x: torch.Tensor, streams: _Streams, half: HalfScratch
+    ) -> None:
+        """Attention and experts of one layer; each collapse uses the mixes of the one before."""
+        pre, post, comb = self._mixes(streams.h, p.attn_mix)
+        y = self.attention.run(p, x, half)
+        streams.h, streams.pre = self.kernels.expand(y, streams.h, post, comb), pre
+        pre, post, comb = self._mixes(streams.h, p.ffn_mix)
+        y = self._experts(p, self._collapse(streams, p.ffn_norm), half.plan)
+        streams.h, streams.pre = self.kernels.expand(y, streams.h, post, comb), pre
+
+    def _experts(self, p: LayerParams, x: torch.Tensor, plan: HalfPlan) -> torch.Tensor:
+        c, k = self.config, self.kernels
+        bias = p.gate_bias
+        if plan.image is not None:
+            bias = torch.where(plan.image.unsqueeze(-1), p.gate_bias_image, bias)
+        experts, weights = k.route(x, p.gate, bias, c.num_experts_per_tok, c.routed_scaling_factor)
+        routed = k.expert_sum(x, experts, weights, p.w13, p.w2, c.swiglu_limit)
+        shared = k.shared_expert(x, p.shared_w13, p.shared_w2, c.swiglu_limit, weights.dtype)
+        return routed.add_(shared).to(x.dtype)
+
+    def _logits(self, streams: _Streams) -> torch.Tensor:
+        t, decoder = self.trunk, self.plan.decoder
+        h, pre = streams.h, streams.pre
+        if not self.config.n_decoder_layers:  # nothing has dropped the other rows yet
+            index = [] if decoder is None else decoder.row_index
+            h, pre = (h, pre) if index is None else (h[index], pre[index])
+        if (rows := self.plan.logits_rows) is not None:
+            h, pre = h[rows], pre[rows]
+        streams = _Streams(h, pre)
+        x = self._collapse(streams, t.params.norm)
+        logits = t.precision.publish_logits(x.to(t.params.head.dtype) @ t.params.head)
+        if t.masked.numel():
+            logits[:, t.masked] = -torch.inf
+        return logits

@@ -1,0 +1,158 @@
+"""Tensors of the text trunk by checkpoint name, and seeded random values for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.model.config import LayerKind, LayerSpec, ModelConfig
+
+RECIPE_VERSION = 1
+_SUMMANDS = 8
+
+
+class Init(StrEnum):
+    """How a random tensor is scaled; small enough that attention is not uniform by accident."""
+
+    MATRIX = "matrix"  # N(0, 1/fan_in), fan_in = last axis
+    EMBEDDING = "embedding"  # N(0, 1)
+    NORM = "norm"  # 1 + 0.1 N
+    MIX_FN = "mix_fn"  # 0.03 N
+    HALF = "half"  # 0.5 N: mix base, sinks, Engram rows
+    MIX_SCALE = "mix_scale"  # 0.5 + 0.1 N
+    BIAS = "bias"  # 0.1 N
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """`shape` is the checkpoint's: [out, in] for matrices."""
+
+    name: str
+    shape: tuple[int, ...]
+    init: Init
+
+
+def tensor_specs(c: ModelConfig) -> Iterator[TensorSpec]:
+    """All tensors of the text trunk, without drafter and vision."""
+    yield TensorSpec("embed.weight", (c.vocab_size, c.hidden_size), Init.EMBEDDING)
+    if not c.tie_word_embeddings:
+        yield TensorSpec("head.weight", (c.vocab_size, c.hidden_size), Init.MATRIX)
+    yield TensorSpec("norm.weight", (c.hidden_size,), Init.NORM)
+    for spec in c.layers:
+        yield from _layer_specs(c, spec)
+
+
+def _layer_specs(c: ModelConfig, spec: LayerSpec) -> Iterator[TensorSpec]:
+    p = f"layers.{spec.index}."
+    d, streams = c.hidden_size, c.hc_mult
+    for norm in ("attn_norm", "ffn_norm"):
+        yield TensorSpec(f"{p}{norm}.weight", (d,), Init.NORM)
+    width = streams * (2 + streams)
+    for part in ("attn", "ffn"):
+        yield TensorSpec(f"{p}hc_{part}_fn", (width, streams * d), Init.MIX_FN)
+        yield TensorSpec(f"{p}hc_{part}_base", (width,), Init.HALF)
+        yield TensorSpec(f"{p}hc_{part}_scale", (3,), Init.MIX_SCALE)
+    yield from _attention_specs(c, spec, f"{p}attn.")
+    yield from _moe_specs(c, f"{p}ffn.")
+    if spec.index in c.engram_layer_ids:
+        rows = c.engram_num_embeddings[c.engram_layer_ids.index(spec.index)]
+        per_token = (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim
+        yield TensorSpec(f"{p}engram.embed.weight", (rows, c.engram_head_dim), Init.HALF)
+        yield TensorSpec(f"{p}engram.wkv.weight", ((streams + 1) * d, per_token), Init.MATRIX)
+        yield TensorSpec(f"{p}engram.q_weight", (streams, d), Init.NORM)
+        yield TensorSpec(f"{p}engram.k_weight", (streams, d), Init.NORM)
+
+
+def _attention_specs(c: ModelConfig, spec: LayerSpec, p: str) -> Iterator[TensorSpec]:
+    d, hd, heads, groups = c.hidden_size, c.head_dim, c.num_attention_heads, c.o_groups
+    yield TensorSpec(f"{p}wq_a.weight", (c.q_lora_rank, d), Init.MATRIX)
+    yield TensorSpec(f"{p}q_norm.weight", (c.q_lora_rank,), Init.NORM)
+    yield TensorSpec(f"{p}wq_b.weight", (heads * hd, c.q_lora_rank), Init.MATRIX)
+    yield TensorSpec(f"{p}wkv.weight", (hd, d), Init.MATRIX)
+    yield TensorSpec(f"{p}kv_norm.weight", (hd,), Init.NORM)
+    yield TensorSpec(f"{p}wo_a.weight", (groups * c.o_lora_rank, heads // groups * hd), Init.MATRIX)
+    yield TensorSpec(f"{p}wo_b.weight", (d, groups * c.o_lora_rank), Init.MATRIX)
+    yield TensorSpec(f"{p}attn_sink", (heads,), Init.HALF)
+    if spec.kind is LayerKind.FULL:
+        yield TensorSpec(f"{p}compressor.wkv.weight", (hd, d), Init.MATRIX)
+        if spec.ratio > 1:
+            yield TensorSpec(f"{p}compressor.wgate.weight", (hd, d), Init.MATRIX)
+        yield TensorSpec(f"{p}compressor.norm.weight", (hd,), Init.NORM)
+        yield TensorSpec(f"{p}indexer.wk.weight", (c.index_head_dim, hd), Init.MATRIX)
+        yield TensorSpec(f"{p}indexer.k_norm.weight", (c.index_head_dim,), Init.NORM)
+    if spec.kind in (LayerKind.FULL, LayerKind.REINDEX):
+        width = c.index_n_heads * c.index_head_dim
+        yield TensorSpec(f"{p}indexer.wq_b.weight", (width, c.q_lora_rank), Init.MATRIX)
+        yield TensorSpec(f"{p}indexer.weights_proj.weight", (c.index_n_heads, d), Init.MATRIX)
+
+
+def _moe_specs(c: ModelConfig, p: str) -> Iterator[TensorSpec]:
+    d, inner = c.hidden_size, c.moe_intermediate_size
+    yield TensorSpec(f"{p}gate.weight", (c.n_routed_experts, d), Init.MATRIX)
+    yield TensorSpec(f"{p}gate.bias", (c.n_routed_experts,), Init.BIAS)
+    yield TensorSpec(f"{p}gate.bias_vl", (c.n_routed_experts,), Init.BIAS)
+    experts = [f"experts.{e}" for e in range(c.n_routed_experts)]
+    for expert in [*experts, "shared_experts"]:
+        yield TensorSpec(f"{p}{expert}.w1.weight", (inner, d), Init.MATRIX)
+        yield TensorSpec(f"{p}{expert}.w3.weight", (inner, d), Init.MATRIX)
+        yield TensorSpec(f"{p}{expert}.w2.weight", (d, inner), Init.MATRIX)
+
+
+def _standard(seed: int, name: str, count: int) -> NDArray[np.float64]:
+    """`count` values of mean 0 and variance 1, the same on every platform.
+
+    Each is a sum of eight uniform 16-bit integers, scaled: near enough to a normal, and integer
+    arithmetic plus one IEEE product, where a library's normal sampler goes through vectorised
+    logarithms whose last bits depend on the processor.
+    """
+    digest = hashlib.sha256(f"headrace-weights-{RECIPE_VERSION}:{seed}:{name}".encode()).digest()
+    key = np.frombuffer(digest[:16], dtype="<u8")
+    raw = np.random.Philox(key=key).random_raw(-(-count * _SUMMANDS // 4)).astype("<u8", copy=False)
+    parts = raw.view("<u2")[: count * _SUMMANDS].reshape(_SUMMANDS, count)
+    total = parts.sum(axis=0, dtype=np.int64) - _SUMMANDS * 65535 // 2
+    return total * (1.0 / (65536.0 * math.sqrt(_SUMMANDS / 12.0)))
+
+
+def random_tensor(spec: TensorSpec, seed: int) -> torch.Tensor:
+    """float32 values of one tensor, decided by (seed, name, shape) alone."""
+    normal = _standard(seed, spec.name, math.prod(spec.shape))
+    if spec.init is Init.MATRIX:
+        values = normal * (1.0 / math.sqrt(spec.shape[-1]))
+    elif spec.init is Init.EMBEDDING:
+        values = normal
+    elif spec.init is Init.NORM:
+        values = 1.0 + 0.1 * normal
+    elif spec.init is Init.MIX_FN:
+        values = 0.03 * normal
+    elif spec.init is Init.HALF:
+        values = 0.5 * normal
+    elif spec.init is Init.MIX_SCALE:
+        values = 0.5 + 0.1 * normal
+    else:
+        values = 0.1 * normal
+    return torch.from_numpy(values.astype(np.float32).reshape(spec.shape))
+
+
+def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
+    """Checkpoint name -> float32 tensor for the whole text trunk."""
+    return {spec.name: random_tensor(spec, seed) for spec in tensor_specs(config)}
+
+
+def random_weights_id(config: ModelConfig, seed: int, token_map: NDArray[np.int64]) -> str:
+    """Hex digest of all that decides the random model's state bytes."""
+    facts = {
+        "recipe": f"random-{RECIPE_VERSION}",
+        "seed": seed,
+        "config": dataclasses.asdict(config),
+        "token_map": hashlib.sha256(token_map.astype("<i8").tobytes()).hexdigest(),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
