@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def _wait_until_ready(path: Path, process: subprocess.Popen[bytes]) -> None:
     raise ConfigError(f"the embedded Valkey did not answer within {_START_S} s")
 
 
-def _end_with_parent(parent: int):  # type: ignore[no-untyped-def]
+def _end_with_parent(parent: int) -> Callable[[], None]:
     # Everything the child needs is bound before the fork: between fork and exec it may not import
     # or allocate much, other threads' locks are held for ever there.
     prctl = ctypes.CDLL(None, use_errno=True).prctl

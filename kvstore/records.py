@@ -1,0 +1,130 @@
+"""What the index holds: keys, the 40-byte record, and the record of a live store.
+
+    {kind}:{first 8 bytes of the namespace}:{first 16 bytes of the object's digest}   n x 40 bytes
+    kv:store:{number}                                                   live store, PX lease
+    claim:{kind}:...                                                    who persists an object, PX
+
+A value is the records of all places of one object, joined; a store replaces its own and touches no
+other's. A record counts only while its store's live record carries the same boot epoch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headrace.core.ids import Digest
+from headrace.kvstore.settings import Kind, Tier
+
+# store u16 | tier u8 | kind u8 | boot epoch u32 | segment u32 | slot u32 | generation u32 |
+# payload length u32 | checksum u64 | written at u32 | tail of digest u32
+_RECORD = struct.Struct("<HBBIIIIIQII")
+RECORD_BYTES = _RECORD.size
+assert RECORD_BYTES == 40, "the record is 40 bytes: docs/kv-format.md"
+
+ARENA_SEGMENT = 0xFFFF_FFFF  # stands for "in the arena" where a segment number is expected
+KIND_CODES: dict[Kind, int] = {Kind.KV: 1, Kind.SWA: 2, Kind.MM: 3}
+KINDS_BY_CODE = {code: kind for kind, code in KIND_CODES.items()}
+TIER_CODES: dict[Tier, int] = {Tier.HOST: 1, Tier.SSD: 2}
+TIERS_BY_CODE = {code: tier for tier, code in TIER_CODES.items()}
+
+_LIVE = struct.Struct("<IQ8s")  # boot epoch | beat | store uid
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRecord:
+    """One place of one object, as other processes see it."""
+
+    store: int
+    tier: Tier
+    kind: Kind
+    epoch: int
+    segment: int
+    slot: int
+    generation: int
+    payload_bytes: int
+    checksum: int
+    written_at_s: int
+    digest_tail: int
+
+    def pack(self) -> bytes:
+        return _RECORD.pack(
+            self.store,
+            TIER_CODES[self.tier],
+            KIND_CODES[self.kind],
+            self.epoch,
+            self.segment,
+            self.slot,
+            self.generation,
+            self.payload_bytes,
+            self.checksum,
+            self.written_at_s & 0xFFFF_FFFF,
+            self.digest_tail,
+        )
+
+
+def unpack_records(value: bytes) -> tuple[IndexRecord, ...]:
+    """The records joined in `value`; what is no whole number of known records gives none."""
+    if not value or len(value) % RECORD_BYTES:
+        return ()
+    out = []
+    for fields in _RECORD.iter_unpack(value):
+        tier, kind = TIERS_BY_CODE.get(fields[1]), KINDS_BY_CODE.get(fields[2])
+        if tier is None or kind is None:
+            return ()
+        out.append(IndexRecord(fields[0], tier, kind, *fields[3:]))
+    return tuple(out)
+
+
+def digest_tail(digest: bytes) -> int:
+    """The last four bytes of a digest; with the 16 in the key, 20 of 32 are compared here and all
+    32 where the bytes are read."""
+    return int.from_bytes(digest[28:32], "little")
+
+
+def record_key(kind: Kind, namespace: bytes, digest: bytes) -> bytes:
+    return kind.value.encode() + b":" + namespace[:8] + b":" + digest[:16]
+
+
+def claim_key(kind: Kind, namespace: bytes, digest: bytes) -> bytes:
+    return b"claim:" + record_key(kind, namespace, digest)
+
+
+def store_key(number: int) -> bytes:
+    return b"kv:store:%d" % number
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStore:
+    """What a living store writes about itself with every beat. `beat` grows, so that a Redis which
+    came back with older data is noticed: it does not return what was written last."""
+
+    epoch: int
+    beat: int
+    uid: bytes  # 8 bytes, of the directory: a restart on it is the same store
+
+    def pack(self) -> bytes:
+        return _LIVE.pack(self.epoch, self.beat, self.uid)
+
+    @staticmethod
+    def unpack(value: bytes | None) -> LiveStore | None:
+        if value is None or len(value) != _LIVE.size:
+            return None
+        return LiveStore(*_LIVE.unpack(value))
+
+
+def usable_tiers(
+    value: object, kind: Kind, digest: Digest, epochs: Mapping[int, int]
+) -> frozenset[Tier]:
+    """Tiers in which `value` says the object lies, of stores that live with that boot epoch."""
+    if not isinstance(value, bytes):
+        return frozenset()
+    tail = digest_tail(digest)
+    return frozenset(
+        record.tier
+        for record in unpack_records(value)
+        if record.kind is kind
+        and record.digest_tail == tail
+        and epochs.get(record.store) == record.epoch
+    )

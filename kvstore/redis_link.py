@@ -1,0 +1,122 @@
+"""Calls to Redis that end in time: one deadline, no retries, and a breaker.
+
+The only module that builds a redis client. Everything in Redis is soft state, so a caller has one
+question: was this answered? `RedisAway` says no and why; nothing else leaves `RedisLink.call`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias, TypeVar
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+
+from headrace.core.clock import Clock
+from headrace.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Client: TypeAlias = Any  # redis-py's commands are typed for both of its clients at once
+
+
+class RedisAway(Exception):
+    """No answer in time, a refusal, or a breaker that is open. Never leaves the room."""
+
+
+class WrongType(RedisAway):
+    """A key of ours holds something else; the caller may replace it."""
+
+
+class Breaker:
+    """Opens after `failures` in a row, for `rest_s`; then lets one call through to try."""
+
+    def __init__(self, clock: Clock, failures: int = 3, rest_s: float = 1.0) -> None:
+        self._clock = clock
+        self._failures = failures
+        self._rest_s = rest_s
+        self._in_a_row = 0
+        self._closed_again_at_s = 0.0
+
+    def admits(self) -> bool:
+        """Whether a call may be made now. The first one after the rest is the trial: until it
+        succeeds, all others are refused for another rest."""
+        if self._in_a_row < self._failures:
+            return True
+        now_s = self._clock.now_s()
+        if now_s < self._closed_again_at_s:
+            return False
+        self._closed_again_at_s = now_s + self._rest_s
+        return True
+
+    def success(self) -> None:
+        self._in_a_row = 0
+
+    def failure(self) -> None:
+        self._in_a_row += 1
+        if self._in_a_row >= self._failures:
+            self._closed_again_at_s = self._clock.now_s() + self._rest_s
+
+
+class RedisLink:
+    """One server at `url`. `healthy` tells how the last call that was made ended."""
+
+    def __init__(self, url: str, deadline_s: float, clock: Clock) -> None:
+        self.deadline_s = deadline_s
+        self.healthy = False
+        self.errors = 0
+        self.refused_by_breaker = 0
+        self._breaker = Breaker(clock)
+        self._said = False
+        try:
+            # protocol 2: with 3 the client asks for maintenance notices at every connect
+            self._client: Client = Redis.from_url(
+                url,
+                protocol=2,
+                socket_timeout=deadline_s,
+                socket_connect_timeout=deadline_s,
+                retry=Retry(NoBackoff(), 0),
+                health_check_interval=0,
+            )
+        except ValueError as error:
+            raise ConfigError(f"redis_url cannot be used: {error}") from None
+
+    async def call(
+        self, use: Callable[[Client], Awaitable[T]], deadline_s: float | None = None
+    ) -> T:
+        """The result of `use(client)` within the deadline. Raises `RedisAway`."""
+        if not self._breaker.admits():
+            self.refused_by_breaker += 1
+            raise RedisAway("the breaker is open")
+        limit_s = self.deadline_s if deadline_s is None else min(deadline_s, self.deadline_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                result = await use(self._client)
+        except ResponseError as error:
+            if "WRONGTYPE" in str(error):  # a pipeline puts the command before it
+                self._breaker.success()
+                raise WrongType(str(error)) from None
+            raise self._failed(error) from None
+        except (RedisError, OSError, TimeoutError) as error:
+            raise self._failed(error) from None
+        self._breaker.success()
+        self.healthy = True
+        self._said = False
+        return result
+
+    def _failed(self, error: Exception) -> RedisAway:
+        self.errors += 1
+        self.healthy = False
+        self._breaker.failure()
+        if not self._said:
+            self._said = True
+            log.warning("Redis does not serve: %s", type(error).__name__)
+        return RedisAway(f"{type(error).__name__}: {error}")
+
+    async def close(self) -> None:
+        """Drop all connections. Idempotent."""
+        await self._client.aclose()
