@@ -1,0 +1,252 @@
+"""One replica's engine: admission, fills, the step loop and its accounts behind one class."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from headrace.core.card import ModelCard
+from headrace.core.chain import BLOCK_TOKENS
+from headrace.core.clock import SYSTEM_CLOCK, Clock
+from headrace.core.ids import Digest, JobKey
+from headrace.core.rows import Geometry, RowPlan, StartKind
+from headrace.engine.admission import ModelLimits
+from headrace.engine.blocks import BlockPool
+from headrace.engine.fills import FillGuard
+from headrace.engine.jobs import Admission, EngineStats, Event, Fill, Job
+from headrace.engine.lease import Resources, SlotPool
+from headrace.engine.runner import Runner
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import SequenceState
+from headrace.engine.settings import EngineSettings, Half
+from headrace.model import CacheLayout, KvState, Trunk
+
+_MEASURED_STEPS = 32
+_DTYPE_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Engine:
+    """Runs the rows of admitted sequences. NOT thread-safe: everything from the thread that owns
+    it, except `write_fill` and `filling`.
+
+    A sequence's life: `admit` -> fills -> `start` -> events of `step` -> `release`. `release` is
+    due exactly once for every admission, whatever happened in between.
+
+    `poison`: fill every block and slot with NaN before it is handed out, so that a read of bytes
+    that were never written shows in the logits (tests)."""
+
+    def __init__(
+        self,
+        model: Trunk,
+        settings: EngineSettings,
+        half: Half,
+        *,
+        record_spacing_tokens: int,
+        clock: Clock = SYSTEM_CLOCK,
+        poison: bool = False,
+        backtrack_rows: int = 6,
+    ) -> None:
+        config = model.config
+        self.model = model
+        self.settings = settings
+        self.half = half
+        self.geometry = Geometry(
+            config.sliding_window, config.n_encoder_layers, config.n_decoder_layers
+        )
+        self.state = KvState(
+            config,
+            CacheLayout.of(config, backtrack_rows),
+            settings.n_blocks,
+            settings.n_slots,
+            model.numerics,
+            model.device,
+            poison=poison,
+        )
+        self.runner = Runner(model, self.state, clock)
+        self._resources = Resources(
+            BlockPool(settings.n_blocks, self.state.poison_block if poison else None),
+            SlotPool(settings.n_slots, self.state.poison_slot if poison else None),
+            FillGuard(),
+        )
+        self.scheduler = Scheduler(
+            settings,
+            half,
+            self.geometry,
+            ModelLimits(config.vocab_size, config.max_position_embeddings),
+            self._resources,
+            record_spacing_tokens,
+        )
+        self._steps = 0
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_MEASURED_STEPS)
+
+    def card(self, name: str) -> ModelCard:
+        """What this engine's replica announces of its model under `name`."""
+        config, layout = self.model.config, self.state.layout
+        dtype = str(self.model.precision.compute).removeprefix("torch.")
+        return ModelCard(
+            name=name,
+            weights=self.model.weights_id,
+            layout_id=layout.layout_id,
+            numerics=f"{self.model.numerics}-{_DTYPE_NAMES[dtype]}",
+            vocab_size=config.vocab_size,
+            max_position_tokens=config.max_position_embeddings,
+            window_tokens=config.sliding_window,
+            n_encoder_layers=config.n_encoder_layers,
+            n_decoder_layers=config.n_decoder_layers,
+            block_bytes=layout.block_bytes,
+            window_record_bytes=layout.window_record_bytes,
+            bos_token_id=config.bos_token_id,
+            eos_token_id=config.eos_token_id,
+            image_token_id=config.image_token_id,
+        )
+
+    # ---- sequences -------------------------------------------------------------------------
+
+    def resident_blocks(self, digests: Iterable[Digest]) -> int:
+        """Length, in blocks, of the longest prefix that is resident now. An admission with
+        `hit_blocks` of at least that shares these; later ones may find less."""
+        return self._resources.blocks.resident_prefix(digests)
+
+    def admit(self, job: Job) -> Admission | None:
+        """Reserve all blocks for N + max_tokens (FULL) or floor(N) (ENCODER) and one state slot;
+        None = no room now, try again after a release.
+
+        Raises `InvalidRequest` if it can never fit, `ValueError` for a key already admitted."""
+        return self.scheduler.admit(job)
+
+    def write_fill(self, fill: Fill, payload: Buffer) -> bool:
+        """Copy a block's bytes into its reserved place; from any thread. False: the sequence was
+        released or started meanwhile and nothing was written, or what was written does not count.
+
+        Raises `StateError` when `payload` has not exactly `block_bytes` bytes."""
+        guard = self._resources.guard
+        if not guard.enter(fill.ticket, fill.block):
+            return False
+        complete = False
+        try:
+            self.state.write_block(fill.block, payload)
+            complete = True
+        finally:
+            counts = guard.leave(fill.ticket, fill.block, complete=complete)
+        return counts
+
+    @contextmanager
+    def filling(self, fill: Fill) -> Iterator[BlockWriter | None]:
+        """Write a reserved block in place; from any thread, on a CPU engine.
+
+            with engine.filling(fill) as writer:
+                if writer is not None and read_into(place, fill.digest, writer.view):
+                    writer.complete = True
+
+        None: the sequence is gone. The view must not be used after the block; the block is not
+        handed to another sequence before that, whatever is released meanwhile."""
+        guard = self._resources.guard
+        if not guard.enter(fill.ticket, fill.block):
+            yield None
+            return
+        writer = BlockWriter(self.state.block_view(fill.block))
+        try:
+            yield writer
+        finally:
+            guard.leave(fill.ticket, fill.block, complete=writer.complete)
+
+    def start(self, key: JobKey, plan: RowPlan, window: Buffer | None = None) -> bool:
+        """Let the rows of `plan` run. All fills below `plan.write_floor` are done and none is in
+        flight; `window` is the record at `plan.window_position` when `plan.kind` is WINDOW.
+
+        A smaller hit than admitted is legal (damaged fill): blocks from the write floor on are
+        then computed here. False: the sequence was released or failed meanwhile. Raises
+        `ValueError` for a plan, window or fill that does not fit and `Overloaded` as
+        `Scheduler.start` tells; nothing changed then."""
+        needs_window = plan.kind is StartKind.WINDOW and plan.encoder_rows > 0
+        size = self.state.layout.window_record_bytes
+        if needs_window and (window is None or len(window) != size):
+            raise ValueError(f"{key}: a start from a window needs its record of {size} bytes")
+        sequence = self.scheduler.start(key, plan)
+        if sequence is None:
+            return False
+        lease = sequence.lease
+        if needs_window and window is not None:
+            self.state.write_window(lease.slot, plan.window_position, window)
+        self.runner.open(lease.slot, sequence.ids, lease.blocks)
+        return True
+
+    def release(self, key: JobKey) -> None:
+        """Close the sequence's lease; idempotent, in any state, also in the middle of its rows.
+
+        The slot is free at once. Blocks with a committed digest stay resident and evictable,
+        others are free; those with a fill in flight follow when it ends."""
+        self.scheduler.release(key)
+
+    # ---- the loop --------------------------------------------------------------------------
+
+    def step(self) -> tuple[Event, ...]:
+        """Run the next rows; () when idle. Raises `EngineDamaged` only."""
+        events = self.scheduler.take_pending()
+        plan = self.scheduler.plan()
+        if plan is None:
+            return events
+        result = self.runner.run(plan)
+        self._steps += 1
+        self._recent.append((result.encoder_rows, result.seconds))
+        return events + self.scheduler.advance(result)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would run rows or deliver events."""
+        return self.scheduler.has_work
+
+    def block_view(self, block: int) -> memoryview:
+        """Zero-copy bytes of a block named by `BlockDone`; CPU only. Read them before the
+        sequence is released."""
+        return self.state.block_view(block)
+
+    # ---- accounts --------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """A snapshot of what is held and what was run."""
+        self._resources.reclaim()
+        pool, totals = self._resources.blocks, self.scheduler.totals
+        sequences = list(self.scheduler.sequences())
+        rows = sum(count for count, _ in self._recent)
+        seconds = sum(duration for _, duration in self._recent)
+        running = (SequenceState.KNOWN, SequenceState.DECODING)
+        return EngineStats(
+            waiting=sum(s.state is SequenceState.FILLING for s in sequences),
+            running=sum(s.state in running for s in sequences),
+            backlog_rows=sum(s.rows_left for s in sequences),
+            free_blocks=pool.n_available,
+            resident_blocks=pool.n_evictable,
+            held_blocks=pool.n_blocks - pool.n_available,
+            free_slots=self._resources.slots.n_free,
+            resident_tokens=sum(
+                max(s.next_row, min(s.hit_blocks * BLOCK_TOKENS, len(s.ids))) for s in sequences
+            ),
+            steps=self._steps,
+            rows_per_s=rows / seconds if seconds > 0 else 0.0,
+            encoder_rows_total=totals.encoder_rows,
+            decoder_rows_total=totals.decoder_rows,
+            late_events=totals.late_events,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises `EngineDamaged` unless free + held + resident blocks are all blocks and every
+        reference belongs to an open lease, and the same for slots."""
+        self._resources.reclaim()
+        leases = [s.lease for s in self.scheduler.sequences()]
+        self._resources.blocks.check([block for lease in leases for block in lease.blocks])
+        self._resources.slots.check([lease.slot for lease in leases])
+
+
+class BlockWriter:
+    """A reserved block while it is written: `view` is its writable bytes; set `complete` when all
+    of them are there and good."""
+
+    __slots__ = ("complete", "view")
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self.complete = False
