@@ -1,0 +1,168 @@
+"""The Ray side of a cluster: its environment, one local Ray, and one thin actor a role.
+
+Ray places, starts, restarts and names processes; no token and no tensor passes through it. An actor
+brings its role to serving from `__init__` alone, because after a death Ray runs `__init__` again
+and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from headrace.cluster.config import load_config
+from headrace.cluster.roles import RoleThread, prepare_process
+from headrace.cluster.rundir import RunDir
+from headrace.cluster.supervisor import SupervisorThread
+from headrace.core.card import Role
+from headrace.core.errors import ConfigError
+
+log = logging.getLogger(__name__)
+OBJECT_STORE_BYTES = 100 << 20  # near Ray's minimum: nothing of ours is put there
+RESTART_PAUSE_S = 1.0
+ROOMS = ("core", "kernels", "model", "engine", "kvstore", "prefill", "decode", "router", "cluster")
+
+
+def ray_environment(run: RunDir, environ: Mapping[str, str], *, insecure: bool) -> dict[str, str]:
+    """Variables that Ray's processes must be started with; nothing else configures them as safely.
+
+    Raises `ConfigError` when `environ` turns Ray's authentication off and `insecure` is not
+    given: whoever reaches an open Ray may run any code in this cluster."""
+    asked = environ.get("RAY_AUTH_MODE", "token")
+    if asked != "token" and not insecure:
+        raise ConfigError(
+            f"RAY_AUTH_MODE is {asked!r:.40} in the environment, but a cluster starts with token"
+            " authentication only: unset it, or say --insecure"
+        )
+    return {
+        "RAY_AUTH_MODE": asked,
+        "RAY_AUTH_TOKEN_PATH": str(run.ray_token_file()),
+        # The one switch that keeps *all* of Ray's sockets on loopback; single host only.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Raylet and actors outlive their head for a week: open streams and new requests go on
+        # without it (default 60 s). What stops is restarting replicas.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "604800",
+        # Ray would kill the actor that uses most memory when the host runs low; ours have budgets.
+        "RAY_memory_monitor_refresh_ms": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def start_ray(run: RunDir, environment: Mapping[str, str]) -> None:
+    """Start a local Ray that belongs to this process. Changes the working directory: Ray puts the
+    driver's on every worker's sys.path, and in a checkout our rooms would shadow other packages."""
+    os.environ.update(environment)
+    os.chdir(run.path)
+    ray.init(
+        address="local",  # never join what RAY_ADDRESS names
+        namespace=run.cluster,
+        num_cpus=os.cpu_count(),  # actors ask for 0; more only prestarts more idle workers
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        _temp_dir=str(run.short_dir / "ray"),
+    )
+
+
+class RoleActor:
+    """A serving role as a Ray actor. Everything after `__init__` is control, not data."""
+
+    def __init__(self, home: str, cluster: str, role: str, name: str) -> None:
+        run = RunDir(Path(home), cluster)
+        prepare_process(run, name)
+        self._thread = RoleThread(
+            load_config(run.config_file), run, Role(role), name, on_end=_leave_after_failure
+        )
+
+    def status(self) -> dict[str, Any]:
+        """`RoleStatus` as a mapping, and the rooms that this process would find as top-level
+        packages (none, unless the working directory crept onto its path)."""
+        shadowed = [room for room in ROOMS if find_spec(room) is not None]
+        return {**asdict(self._thread.status()), "shadowed_rooms": shadowed}
+
+    def stop(self, wait_s: float) -> bool:
+        """End the role in its orderly way; the process stays until the actor is killed."""
+        return self._thread.stop(wait_s)
+
+
+class SupervisorActor:
+    """The supervisor as a Ray actor; see `headrace.cluster.supervisor`."""
+
+    def __init__(self, home: str, cluster: str) -> None:
+        run = RunDir(Path(home), cluster)
+        prepare_process(run, "supervisor-0")
+        config = load_config(run.config_file)
+        self._thread = SupervisorThread(
+            config, run, lambda role, name: ensure_role(run, role, name)
+        )
+
+    def status(self) -> dict[str, Any]:
+        return {"name": "supervisor-0", "pid": os.getpid(), "error": self._thread.error()}
+
+    def stop(self, wait_s: float) -> bool:
+        """Stop watching, so that roles may be ended without being brought back."""
+        return self._thread.stop(wait_s)
+
+
+def ensure_role(run: RunDir, role: Role, name: str) -> bool:
+    """Create the actor `name` unless Ray has it already; True when it was created.
+
+    An actor that Ray has is either serving or being restarted by Ray itself."""
+    cls, arguments = (
+        (SupervisorActor, (str(run.home), run.cluster))
+        if role is Role.SUPERVISOR
+        else (RoleActor, (str(run.home), run.cluster, str(role), name))
+    )
+    if find_actor(run, name) is not None:
+        return False
+    ray.remote(cls).options(
+        name=name,
+        namespace=run.cluster,
+        lifetime="detached",
+        max_restarts=-1,
+        max_task_retries=0,
+        num_cpus=0,
+        max_concurrency=4,  # status is answered while stop waits
+    ).remote(*arguments)
+    return True
+
+
+def find_actor(run: RunDir, name: str) -> ActorHandle | None:
+    """The handle of a named actor, or None when Ray knows no living one."""
+    try:
+        return ray.get_actor(name, namespace=run.cluster)
+    except ValueError:
+        return None
+
+
+def stop_roles(run: RunDir, names: Iterable[str], wait_s: float) -> None:
+    """End named roles in their orderly way, side by side; actors that do not answer are left."""
+    handles = [handle for name in names if (handle := find_actor(run, name)) is not None]
+    if handles:
+        answers: list[Any] = [handle.stop.remote(wait_s) for handle in handles]
+        ray.wait(answers, num_returns=len(answers), timeout=wait_s + 1.0)
+
+
+def stop_ray() -> None:
+    """End the local Ray with all its actors."""
+    ray.shutdown()
+
+
+def _leave_after_failure(error: BaseException | None) -> None:
+    """A role that failed takes its process along: then Ray starts it anew. A pause keeps a role
+    that cannot start from spinning."""
+    if error is not None:
+        time.sleep(RESTART_PAUSE_S)
+        logging.shutdown()
+        os._exit(1)

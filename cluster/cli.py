@@ -1,0 +1,221 @@
+"""The `headrace` command: up, down, status, chat, role, version.
+
+Every message that refuses something says what to do instead. Nothing here imports ray or torch:
+the leader and the roles do, in their own processes.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from headrace.cluster.config import load_config
+from headrace.cluster.launch import Launch, end_cluster, running_clusters
+from headrace.cluster.roles import build_id, run_plain
+from headrace.cluster.rundir import RunDir, check_name, headrace_home
+from headrace.core.card import Role
+from headrace.core.errors import ConfigError, HeadraceError
+
+T = TypeVar("T")
+app = typer.Typer(
+    name="headrace",
+    help="Serve DeepSeek-V4.1-family models from separate prefill and decode pools.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,  # locals may hold keys
+)
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+ConfigPath = Annotated[
+    Path, typer.Argument(help="Cluster file, e.g. configs/cluster/local.yaml.", show_default=False)
+]
+ClusterName = Annotated[
+    str, typer.Option("--name", help="Name of the cluster. Default: the only one that runs.")
+]
+
+
+@app.command()
+def up(
+    config: ConfigPath,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay, and end the cluster with Ctrl-C.")
+    ] = False,
+    name: Annotated[str, typer.Option("--name", help="Run it under another name.")] = "",
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Accept a RAY_AUTH_MODE that is not `token`.")
+    ] = False,
+) -> None:
+    """Start a cluster and return when it is ready.
+
+    A leader in the background holds the cluster; `headrace down` ends it."""
+    launch = _or_exit(lambda: Launch(config, name, foreground=foreground, insecure=insecure))
+    if foreground:
+        # before the leader exists, so that no Ctrl-C can fall between
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _raise_interrupt)
+    try:
+        with err.status("starting") as status:
+
+            def show(text: str) -> None:
+                status.update(escape(text))
+                if not err.is_terminal:
+                    err.print(escape(text))
+
+            _or_exit(lambda: launch.start(show))
+        _print_welcome(launch)
+        if foreground:
+            launch.wait()
+            _fail("the leader ended by itself; see " + str(launch.run.logs / "leader.log"))
+    except KeyboardInterrupt:
+        err.print("\nstopping (a second Ctrl-C does not make it faster)")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        _or_exit(lambda: launch.abandon(_say))
+        err.print("stopped; no process is left")
+        raise typer.Exit(0 if foreground else 130) from None
+
+
+@app.command()
+def down(
+    name: ClusterName = "",
+) -> None:
+    """End a cluster and every process of it; other clusters are not touched."""
+    run = _or_exit(lambda: _pick(name, for_what="end"))
+    ended = _or_exit(lambda: end_cluster(run, _say))
+    if ended:
+        out.print(f"cluster {run.cluster} ended: {ended} processes gone, none left")
+    else:
+        out.print(f"cluster {run.cluster} does not run")
+
+
+@app.command()
+def status(
+    name: ClusterName = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Show the roles of a cluster: process, health and load."""
+    from headrace.cluster.status import collect, table
+
+    run = _or_exit(lambda: _pick(name, for_what="show"))
+    view = _or_exit(lambda: collect(run))
+    if as_json:
+        out.print_json(json.dumps(view))
+    else:
+        out.print(table(view))
+        for note in view["notes"]:
+            out.print(f"[yellow]{escape(note)}[/]")
+    if not view["ready"]:
+        raise typer.Exit(3)
+
+
+@app.command()
+def chat(
+    name: ClusterName = "",
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
+    system: Annotated[str, typer.Option(help="A system message.")] = "",
+) -> None:
+    """Talk to a running cluster. An empty line or Ctrl-D ends it."""
+    from headrace.cluster.chat import converse
+
+    run = _or_exit(lambda: _pick(name, for_what="talk to"))
+    _or_exit(lambda: converse(run, out, system=system, max_tokens=max_tokens))
+
+
+@app.command()
+def role(
+    kind: Annotated[Role, typer.Argument(help="Which role.", show_default=False)],
+    config: Annotated[Path, typer.Option("--config", help="Cluster file.", show_default=False)],
+    name: Annotated[
+        str, typer.Option("--name", help="Name of the replica, e.g. decode-0.", show_default=False)
+    ],
+    cluster: Annotated[str, typer.Option(help="Run under another cluster name.")] = "",
+) -> None:
+    """Run one role as a plain process, without Ray, until SIGTERM.
+
+    The roles of one cluster find each other through the Redis of its configuration."""
+
+    def serve() -> None:
+        settings = load_config(config, cluster=cluster)
+        run_plain(settings, RunDir(headrace_home(), settings.cluster), kind, check_name(name))
+
+    _or_exit(serve)
+
+
+@app.command()
+def version() -> None:
+    """Print the build: version, and commit if this is an installed wheel."""
+    out.print(f"headrace {build_id()} (Python {sys.version.split()[0]})")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def _print_welcome(launch: Launch) -> None:
+    state, key = launch.state(), launch.first_key()
+    body = json.dumps(
+        {
+            "model": state.model,
+            "messages": [{"role": "user", "content": "Hello!"}],
+            "max_tokens": 64,
+            "stream": True,
+        }
+    )
+    out.print(f"[bold green]cluster {state.cluster} is ready[/] at [bold]{state.url}[/]\n")
+    out.print("  curl -N " + state.url + "/v1/chat/completions \\", markup=False)
+    out.print(f"    -H 'Authorization: Bearer {key}' \\", markup=False)
+    out.print("    -H 'Content-Type: application/json' \\", markup=False)
+    out.print(f"    -d '{body}'\n", markup=False)
+    option = "" if len(running_clusters(launch.run.home)) == 1 else f" --name {state.cluster}"
+    out.print(
+        f"headrace status{option} | headrace chat{option} | headrace down{option}; "
+        f"logs in {launch.run.logs}"
+    )
+
+
+def _pick(name: str, *, for_what: str) -> RunDir:
+    home = headrace_home()
+    if name:
+        run = RunDir(home, name)
+        if run.read_state() is None:
+            raise ConfigError(f"there is no cluster {name} under {home}")
+        return run
+    running = running_clusters(home)
+    if not running:
+        raise ConfigError("no cluster runs; `headrace up configs/cluster/local.yaml` starts one")
+    if len(running) > 1:
+        names = ", ".join(run.cluster for run in running)
+        raise ConfigError(f"several clusters run ({names}): say --name which to {for_what}")
+    return running[0]
+
+
+def _say(text: str) -> None:
+    err.print(escape(text))
+
+
+def _raise_interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _or_exit(step: Callable[[], T]) -> T:
+    try:
+        return step()
+    except HeadraceError as error:
+        _fail(error.message)
+
+
+def _fail(message: str) -> NoReturn:
+    err.print(f"[bold red]headrace:[/] {escape(message)}")
+    raise typer.Exit(1)

@@ -1,0 +1,212 @@
+"""The one YAML file that describes a cluster, read strictly into frozen dataclasses.
+
+    cluster: local              name of the run: folder, Ray namespace, membership
+    processes: ray              ray: one actor a role;  one: all roles in a single process
+    listen_host: 127.0.0.1      where roles listen for each other
+    deployment: {...}           core.deployment.Deployment: model, numerics, keep, hand-off, limits
+    pools: {prefill: 1, decode: 2}
+    engine: {...}               engine.EngineSettings, for both pools
+    store: {...}                kvstore.StoreSettings without what the model decides
+    redis: {url: ""}            "" starts an embedded server for this run alone
+    router: {...}               router.RouterSettings without keys and folders
+    keys: [{tenant: local}]     API keys: tenant, cache domain, and the key or "" to make one
+    times: {...}                how long starting, draining and reviving may take
+
+Every key has a default. Sections of other rooms are read by `check`, because knowing them means
+importing torch; `load_config` alone is quick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from headrace.cluster.reading import check_range, parse_yaml, read_record
+from headrace.cluster.rundir import RunDir, check_name, write_file
+from headrace.core.card import Role
+from headrace.core.deployment import Deployment
+from headrace.core.errors import ConfigError
+from headrace.core.link import parse_address
+
+if TYPE_CHECKING:
+    from headrace.engine import EngineSettings
+    from headrace.kvstore import StoreSettings
+    from headrace.router import RouterSettings
+
+Section = dict[str, Any]
+MAX_REPLICAS = 64
+STORE_DEFAULTS = {"arena_bytes": 256 << 20, "ssd_bytes": 512 << 20, "segment_bytes": 32 << 20}
+
+
+class Processes(StrEnum):
+    RAY = "ray"  # one actor a role
+    ONE = "one"  # every role a task of the leader's own process, no Ray
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Replicas of each kind. Without prefill replicas every prompt is run by decode."""
+
+    prefill: int = 1
+    decode: int = 2
+
+    def __post_init__(self) -> None:
+        check_range("prefill", self.prefill, 0, MAX_REPLICAS)
+        check_range("decode", self.decode, 1, MAX_REPLICAS)
+
+
+@dataclass(frozen=True, slots=True)
+class Redis:
+    """`url` as redis-py takes it (redis://, rediss://, unix://); "" starts an embedded server."""
+
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        if self.url and not self.url.startswith(("redis://", "rediss://", "unix://")):
+            raise ConfigError("url must begin with redis://, rediss:// or unix://")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyEntry:
+    """Who may call, and which cache domain the caller's blocks belong to ("" = the tenant's own).
+
+    `key` "" makes one at first start and keeps it in the run's folder, readable by its owner."""
+
+    tenant: str
+    domain: str = ""
+    key: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        check_name(self.tenant)
+        if self.key and len(self.key) < 16:
+            raise ConfigError(f"key must have at least 16 characters, got {len(self.key)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds. `restart_after_s`: a role that is missing from the membership for so long although
+    its process lives (frozen, wedged) is killed, so that Ray brings it back."""
+
+    ready_s: float = 180.0
+    drain_s: float = 10.0
+    restart_after_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        check_range("ready_s", self.ready_s, 1, 3600)
+        check_range("drain_s", self.drain_s, 0, 3600)
+        check_range("restart_after_s", self.restart_after_s, 5, 3600)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """The whole file. Sections typed `Section` are checked by `check`."""
+
+    cluster: str = "local"
+    processes: Processes = Processes.RAY
+    listen_host: str = "127.0.0.1"
+    deployment: Deployment = Deployment()
+    pools: Pools = Pools()
+    engine: Section = field(default_factory=dict)
+    store: Section = field(default_factory=dict)
+    redis: Redis = Redis()
+    router: Section = field(default_factory=dict)
+    keys: tuple[KeyEntry, ...] = (KeyEntry("local"),)
+    times: Times = Times()
+
+    def __post_init__(self) -> None:
+        check_name(self.cluster)
+        parse_address(f"tcp://{self.listen_host}:0")
+        if not self.keys:
+            raise ConfigError("keys must name at least one tenant: without a key nobody may call")
+        tenants = [entry.tenant for entry in self.keys if not entry.key]
+        if len(set(tenants)) != len(tenants):
+            raise ConfigError("keys: a tenant has at most one generated key")
+        given = [entry.key for entry in self.keys if entry.key]
+        if len(set(given)) != len(given):
+            raise ConfigError("keys: the same key stands twice")
+
+    def expected_roles(self) -> tuple[tuple[Role, str], ...]:
+        """(role, name) of every serving role, in the order in which they are started."""
+        pools = [(Role.PREFILL, self.pools.prefill), (Role.DECODE, self.pools.decode)]
+        engines = [(role, f"{role}-{i}") for role, count in pools for i in range(count)]
+        return ((Role.STORE, "store-0"), *engines, (Role.ROUTER, "router-0"))
+
+    def engine_settings(self) -> EngineSettings:
+        """Settings of every engine. Imports torch."""
+        from headrace.engine import EngineSettings
+
+        return read_record(EngineSettings, self.engine, "engine")
+
+    def store_settings(self, run: RunDir) -> StoreSettings:
+        """Settings of the store: slot sizes follow from the model's layout, no weights are made.
+
+        Imports torch, since the layout arithmetic lives beside the model."""
+        from headrace.kvstore import StoreSettings
+        from headrace.model import CacheLayout, ModelConfig
+
+        layout = CacheLayout.of(ModelConfig.load(self.deployment.model))
+        fixed: dict[str, object] = {
+            "block_bytes": layout.block_bytes,
+            "window_bytes": layout.window_record_bytes,
+        }
+        values = {"directory": str(run.store_directory), **STORE_DEFAULTS, **self.store}
+        return read_record(StoreSettings, values, "store", fixed=fixed)
+
+    def router_settings(self, run: RunDir) -> RouterSettings:
+        """Settings of every router, keys included."""
+        from headrace.router import ApiKey, RouterSettings
+
+        fixed: dict[str, object] = {
+            "salt_directory": self.store.get("directory") or str(run.store_directory),
+            "keys": tuple(ApiKey(k.key, k.tenant, k.domain) for k in self.api_keys(run)),
+            "drain_s": self.times.drain_s,
+        }
+        return read_record(RouterSettings, self.router, "router", fixed=fixed)
+
+    def check(self, run: RunDir) -> None:
+        """Read the sections of other rooms too, and make the generated keys. Raises `ConfigError`
+        naming the key; imports torch."""
+        self.engine_settings()
+        self.store_settings(run)
+        self.router_settings(run)
+
+    def api_keys(self, run: RunDir) -> tuple[KeyEntry, ...]:
+        """All keys with their secrets; generated ones are made here if they are not there yet."""
+        return tuple(
+            entry if entry.key else replace(entry, key=run.api_key(entry.tenant, first=i == 0))
+            for i, entry in enumerate(self.keys)
+        )
+
+    def redis_url(self, run: RunDir) -> str:
+        """The configured Redis, or the run's embedded one."""
+        return self.redis.url or f"unix://{run.valkey_socket}"
+
+
+def read_config(text: str, name: str) -> ClusterConfig:
+    """The configuration in a YAML text; `name` stands in messages. Raises `ConfigError`."""
+    return read_record(ClusterConfig, parse_yaml(text, name), "")
+
+
+def load_config(path: Path, *, cluster: str = "") -> ClusterConfig:
+    """The configuration in a file, under another cluster name if one is given.
+
+    Raises `ConfigError` for a file that cannot be read, unknown keys, wrong types and bounds; the
+    sections of other rooms wait for `check`."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path.name}: {type(error).__name__}") from None
+    config = read_config(text, path.name)
+    return replace(config, cluster=check_name(cluster)) if cluster else config
+
+
+def keep_copy(config_path: Path, config: ClusterConfig, run: RunDir) -> None:
+    """Write the run's own config.yaml, which its roles read: later edits of the original change
+    nothing in a running cluster. May hold keys, so only its owner may read it."""
+    values = parse_yaml(config_path.read_text(), config_path.name)
+    values["cluster"] = config.cluster
+    write_file(run.config_file, yaml.safe_dump(values, sort_keys=False))

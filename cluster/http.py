@@ -1,0 +1,92 @@
+"""A small client of the cluster's own HTTP API, for the command line and the leader.
+
+Standard library only: `headrace status` and `headrace chat` are quick to start.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.core.errors import HeadraceError
+
+
+class ApiError(HeadraceError):
+    """The cluster answered with an error, or not at all."""
+
+    code = "api_error"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpApi:
+    """One cluster's API. `key` is sent as bearer token when given."""
+
+    url: str
+    key: str = field(default="", repr=False)
+
+    def ready(self) -> bool:
+        """Whether `/ready` answers 200."""
+        try:
+            with self._open("/ready", None, 2.0):
+                return True
+        except ApiError:
+            return False
+
+    def metrics(self) -> str:
+        """The text of `/metrics`. Raises `ApiError`."""
+        with self._open("/metrics", None, 5.0) as answer:
+            return str(answer.read().decode())
+
+    def chat(
+        self, model: str, messages: Sequence[Mapping[str, str]], max_tokens: int
+    ) -> Iterator[dict[str, Any]]:
+        """Stream one chat completion: the parsed chunks as they come.
+
+        Raises `ApiError` for an error answer, an error event inside the stream, or a stream that
+        ends without its end mark."""
+        body = {
+            "model": model,
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        with self._open("/v1/chat/completions", body, 600.0) as answer:
+            for line in answer:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise ApiError(str(chunk["error"].get("message", "error")))
+                yield chunk
+        raise ApiError("the answer broke off")
+
+    def _open(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
+        request = urllib.request.Request(self.url + path)
+        if self.key:
+            request.add_header("Authorization", f"Bearer {self.key}")
+        if body is not None:
+            request.data = json.dumps(body).encode()
+            request.add_header("Content-Type", "application/json")
+        try:
+            # no proxy: the cluster is on this host or named by its address
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            return opener.open(request, timeout=timeout_s)
+        except urllib.error.HTTPError as error:
+            raise ApiError(_error_text(error)) from None
+        except (OSError, ValueError) as error:
+            raise ApiError(f"no answer from {self.url} ({type(error).__name__})") from None
+
+
+def _error_text(error: urllib.error.HTTPError) -> str:
+    try:
+        return f"{error.code}: {json.loads(error.read())['error']['message']}"
+    except (ValueError, KeyError, TypeError, OSError):
+        return f"{error.code}: {error.reason}"

@@ -1,0 +1,171 @@
+"""Starting and ending a cluster from outside: what `headrace up` and `headrace down` do.
+
+`up` writes the run's config.yaml, starts the leader in a session of its own and follows its state
+file. `down` ends the members of that session, and only these.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.cluster.config import ClusterConfig, keep_copy, load_config
+from headrace.cluster.rundir import Phase, RunDir, RunState, headrace_home, known_clusters
+from headrace.cluster.session import end_run, leader_alive, run_members
+from headrace.core.errors import ConfigError, HeadraceError
+
+Say = Callable[[str], None]
+LOOK_EVERY_S = 0.1
+MEMBERS_S = 3.0  # for SIGTERM to work on what the leader left, before SIGKILL
+
+
+class LaunchError(HeadraceError):
+    """A cluster that did not start or did not end; the message says what to do."""
+
+    code = "launch_error"
+
+
+class Launch:
+    """One `up`. The constructor checks the configuration's own keys and that no cluster of that
+    name runs; raises `ConfigError` or `LaunchError` before anything is started."""
+
+    def __init__(
+        self, config: Path, name: str = "", *, foreground: bool = False, insecure: bool = False
+    ) -> None:
+        self.config: ClusterConfig = load_config(config, cluster=name)
+        self.run = RunDir(headrace_home(), self.config.cluster)
+        self._source = config
+        self._foreground = foreground
+        self._insecure = insecure
+        self._leader: subprocess.Popen[bytes] | None = None
+        state = self.run.read_state()
+        if state is not None and leader_alive(state):
+            raise LaunchError(
+                f"cluster {state.cluster} is already {state.phase} at {state.url or 'no URL yet'}"
+                f" (leader {state.pid}): `headrace down --name {state.cluster}` ends it,"
+                " `headrace up ... --name OTHER` starts a second one"
+            )
+
+    def start(self, say: Say) -> None:
+        """Start the leader and return when the cluster is ready.
+
+        Raises `LaunchError` with the leader's reason when it fails."""
+        run = self.run
+        run.create()
+        state = run.read_state()
+        if state is not None and run_members(state):
+            say("ending what a former run left behind")
+            end_cluster(run, say)
+        shutil.rmtree(run.short_dir / "ray", ignore_errors=True)
+        keep_copy(self._source, self.config, run)
+        run.state_file.unlink(missing_ok=True)
+        command = [sys.executable, "-P", "-m", "headrace.cluster.leader", str(run.home)]
+        command += [run.cluster]
+        command += ["--insecure"] if self._insecure else []
+        command += ["--with-parent"] if self._foreground else []
+        with open(run.logs / "leader.out", "wb") as output:
+            self._leader = subprocess.Popen(
+                command,
+                cwd=run.path,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._follow(say)
+
+    def _follow(self, say: Say) -> None:
+        assert self._leader is not None
+        shown = ""
+        while True:
+            ended = self._leader.poll() is not None  # before reading: its last word counts
+            state = self.run.read_state()
+            if state is not None and state.phase is Phase.READY:
+                return
+            if state is not None and state.progress != shown:
+                shown = state.progress
+                say(shown)
+            if ended:
+                if state is not None:
+                    end_cluster(self.run, say)
+                raise LaunchError(self._reason(state))
+            time.sleep(LOOK_EVERY_S)
+
+    def _reason(self, state: RunState | None) -> str:
+        if state is not None and state.error:
+            return f"{state.error}\n(logs: {self.run.logs})"
+        tail = (self.run.logs / "leader.out").read_text(errors="replace").strip()[-600:]
+        return f"the leader ended before the cluster was ready\n{tail}\n(logs: {self.run.logs})"
+
+    def wait(self) -> None:
+        """Until the leader ends."""
+        assert self._leader is not None
+        self._leader.wait()
+
+    def abandon(self, say: Say) -> None:
+        """End whatever this launch started. Raises `LaunchError` when something stays."""
+        if self._leader is None:
+            return
+        if self.run.read_state() is None:
+            self._leader.terminate()
+        else:
+            end_cluster(self.run, say)
+        self._leader.wait()
+
+    def state(self) -> RunState:
+        """The state last written. Raises `LaunchError` before there is one."""
+        state = self.run.read_state()
+        if state is None:
+            raise LaunchError("the leader has written no state yet")
+        return state
+
+    def first_key(self) -> str:
+        """The API key of the first tenant of the configuration."""
+        return self.config.api_keys(self.run)[0].key
+
+
+def end_cluster(run: RunDir, say: Say) -> int:
+    """End every process of a run; returns how many there were (0: it did not run).
+
+    Raises `LaunchError` naming what is left, if the kernel holds on to a process."""
+    state = run.read_state()
+    if state is None:
+        return 0
+    found = len(run_members(state))
+    if found:
+        left = end_run(state, leader_s=_patience_s(run), members_s=MEMBERS_S, progress=say)
+        if left:
+            names = ", ".join(f"{process.pid} ({process.name})" for process in left)
+            raise LaunchError(f"these processes of {run.cluster} do not end: {names}")
+    shutil.rmtree(run.short_dir / "ray", ignore_errors=True)
+    after = run.read_state() or state
+    if after.phase not in (Phase.STOPPED, Phase.FAILED):  # its leader could not write that itself
+        run.write_state(_stopped(after))
+    return found
+
+
+def running_clusters(home: Path) -> list[RunDir]:
+    """Clusters with at least one living process."""
+    found = []
+    for run in known_clusters(home):
+        state = run.read_state()
+        if state is not None and run_members(state):
+            found.append(run)
+    return found
+
+
+def _patience_s(run: RunDir) -> float:
+    try:
+        drain_s = load_config(run.config_file).times.drain_s
+    except ConfigError:
+        drain_s = 10.0
+    return drain_s + 45.0  # the leader gives itself less
+
+
+def _stopped(state: RunState) -> RunState:
+    return replace(state, phase=Phase.STOPPED, progress="ended by its session")

@@ -1,0 +1,370 @@
+"""The leader: the one process that starts a cluster, holds it, and ends it.
+
+It runs in a session of its own, so that its session id names every process of the run, and writes
+how far it is into state.json. Starting: check the configuration and the ports, start the embedded
+Valkey, bring up the roles (as Ray actors, or as tasks right here), wait until the router says
+ready. Then it watches Valkey and waits. SIGTERM or SIGINT ends everything in order: the router
+first, so that open answers finish, the store last, so that everything becomes durable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from headrace.cluster.config import ClusterConfig, Processes, load_config
+from headrace.cluster.http import HttpApi
+from headrace.cluster.roles import RoleThread, build_id, prepare_process, role_settings
+from headrace.cluster.rundir import Phase, RunDir, RunState, lock_run
+from headrace.cluster.session import (
+    die_with_parent,
+    machine_boot_id,
+    read_process,
+    session_members,
+)
+from headrace.cluster.sockets import listeners, refuse_open_listeners
+from headrace.cluster.supervisor import check_builds
+from headrace.core.card import Member, Role
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.states import ReplicaState
+
+if TYPE_CHECKING:
+    from headrace.kvstore import EmbeddedRedis
+
+log = logging.getLogger(__name__)
+LOOK_EVERY_S = 0.1
+RESTART_PAUSE_S = 1.0
+
+
+class Stopped(Exception):
+    """Somebody asked the leader to end while it was still starting."""
+
+
+class Roles(Protocol):
+    """How the serving roles of a run are held: by Ray, or in this process."""
+
+    def start(self) -> None:
+        """Bring all roles up; returns before they serve. Raises `ConfigError`."""
+
+    def problems(self) -> list[str]:
+        """What keeps roles from serving, in words, as far as it is known."""
+
+    def tend(self) -> None:
+        """Called now and then: bring back what nobody else brings back. Raises nothing."""
+
+    def stop(self, drain_s: float) -> None:
+        """End all roles in order. Raises nothing; what is left is the session sweep's."""
+
+
+class RayRoles:
+    """One detached actor a role, on a local Ray that this process holds."""
+
+    def __init__(self, config: ClusterConfig, run: RunDir, *, insecure: bool) -> None:
+        from headrace.cluster import actors  # imports ray: only here, a plain leader needs none
+
+        self._actors = actors
+        self._config = config
+        self._run = run
+        self._environment = actors.ray_environment(run, os.environ, insecure=insecure)
+
+    def start(self) -> None:
+        self._actors.start_ray(self._run, self._environment)
+        for role, name in self._config.expected_roles():
+            self._actors.ensure_role(self._run, role, name)
+        self._actors.ensure_role(self._run, Role.SUPERVISOR, "supervisor-0")
+
+    def problems(self) -> list[str]:
+        found = []
+        for _, name in self._config.expected_roles():
+            error = _last_error(self._run, name)
+            if error:
+                found.append(f"{name}: {error}")
+        return found
+
+    def tend(self) -> None:
+        pass  # Ray restarts actors, and the supervisor what Ray does not
+
+    def stop(self, drain_s: float) -> None:
+        roles = [(Role.SUPERVISOR, "supervisor-0"), *reversed(self._config.expected_roles())]
+        with _no_longer_than(drain_s + 20.0, "stopping the actors"):
+            for wave in (Role.SUPERVISOR, Role.ROUTER, (Role.PREFILL, Role.DECODE), Role.STORE):
+                names = [name for role, name in roles if role == wave or role in wave]
+                self._actors.stop_roles(self._run, names, drain_s + 5.0)
+        with _no_longer_than(10.0, "Ray's shutdown"):
+            self._actors.stop_ray()
+
+
+class LocalRoles:
+    """Every role in a thread of this process, each with its own event loop. No Ray."""
+
+    def __init__(self, config: ClusterConfig, run: RunDir) -> None:
+        self._config = config
+        self._run = run
+        self._threads: list[tuple[Role, RoleThread]] = []
+
+    def start(self) -> None:
+        for role, name in self._config.expected_roles():
+            self._threads.append((role, RoleThread(self._config, self._run, role, name)))
+
+    def problems(self) -> list[str]:
+        states = [thread.status() for _, thread in self._threads]
+        return [f"{state.name}: {state.error}" for state in states if state.ended]
+
+    def tend(self) -> None:
+        for i, (role, thread) in enumerate(self._threads):
+            status = thread.status()
+            if status.ended:
+                log.warning("%s ended (%s), starting it anew", status.name, status.error)
+                time.sleep(RESTART_PAUSE_S)
+                self._threads[i] = (role, RoleThread(self._config, self._run, role, status.name))
+
+    def stop(self, drain_s: float) -> None:
+        for role, thread in reversed(self._threads):  # router, decode, prefill, store
+            if not thread.stop(drain_s + 5.0):
+                log.warning("%s did not end in time", role)
+
+
+class Leader:
+    """One run of one cluster. `run` returns the exit status."""
+
+    def __init__(self, config: ClusterConfig, run: RunDir, *, insecure: bool = False) -> None:
+        self._config = config
+        self._run = run
+        self._insecure = insecure
+        self._stop = threading.Event()
+        self._valkey: EmbeddedRedis | None = None
+        self._roles: Roles | None = None
+        me = read_process(os.getpid())
+        assert me is not None
+        self._state = RunState(
+            cluster=run.cluster,
+            phase=Phase.STARTING,
+            progress="checking the configuration",
+            error="",
+            pid=me.pid,
+            sid=me.sid,
+            started_ticks=me.started_ticks,
+            boot_id=machine_boot_id(),
+            processes=str(config.processes),
+            model=config.deployment.model,
+            url="",
+            build=build_id(),
+        )
+
+    def run(self) -> int:
+        """Lead until asked to stop. 0 after an orderly end, 1 when the cluster did not start."""
+        self._catch_signals()
+        failed = ""
+        try:
+            self._start()
+            self._say(Phase.READY, "serving")
+            self._watch()
+        except Stopped:
+            pass
+        except HeadraceError as error:
+            failed = error.message
+        except Exception as error:
+            log.exception("the leader failed")
+            failed = f"{type(error).__name__}: {error}"
+        if failed:
+            log.error("%s", failed)
+        self._end()
+        phase = Phase.FAILED if failed else Phase.STOPPED
+        self._state = replace(self._state, error=failed)
+        self._say(phase, failed or "stopped")
+        return 1 if failed else 0
+
+    def _start(self) -> None:
+        config, run = self._config, self._run
+        self._say(Phase.STARTING, "checking the configuration")
+        config.check(run)
+        router = config.router_settings(run)
+        check_port_free(router.host, router.port)
+        if not config.redis.url:
+            self._say(Phase.STARTING, "starting the embedded Valkey")
+            self._start_valkey()
+        if config.processes is Processes.RAY:
+            self._roles = RayRoles(config, run, insecure=self._insecure)
+            self._say(Phase.STARTING, "starting Ray (about 10 seconds)")
+        else:
+            self._roles = LocalRoles(config, run)
+            self._say(Phase.STARTING, "starting the roles in this process")
+        self._roles.start()
+        self._catch_signals()  # ray.init installs handlers of its own
+        asyncio.run(self._wait_ready())
+        if not self._insecure:
+            members = [process.pid for process in session_members(self._state.sid)]
+            refuse_open_listeners(members, {config.listen_host, router.host})
+
+    async def _wait_ready(self) -> None:
+        """Until every expected role is a ready member and the router answers `/ready`.
+
+        Raises `ConfigError` for mixed builds and when `times.ready_s` is over."""
+        from headrace.kvstore import MemberBoard
+
+        settings = role_settings(self._config, self._run, Role.SUPERVISOR, "leader")
+        board = MemberBoard.of(settings)
+        expected = [name for _, name in self._config.expected_roles()]
+        deadline = time.monotonic() + self._config.times.ready_s
+        try:
+            while True:
+                if self._stop.is_set():
+                    raise Stopped
+                members = {member.name: member for member in await board.members()}
+                serving = [name for name in expected if _serves(members.get(name))]
+                missing = [name for name in expected if name not in serving]
+                if not missing and await asyncio.to_thread(self._router_ready, members):
+                    check_builds(members.values())
+                    return
+                waiting = ", ".join(missing) or "the router to say ready"
+                self._say(
+                    Phase.STARTING, f"{len(serving)}/{len(expected)} roles, waiting for {waiting}"
+                )
+                problems = self._roles.problems() if self._roles else []
+                if time.monotonic() > deadline or (problems and self._state.processes == "one"):
+                    raise ConfigError(
+                        f"not ready within {self._config.times.ready_s:.0f} s, waiting for"
+                        f" {waiting}; {'; '.join(problems) or 'see the logs of the run'}"
+                    )
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:
+            await board.close()
+
+    def _router_ready(self, members: dict[str, Member]) -> bool:
+        router = self._config.router_settings(self._run)
+        port = router.port or int(members["router-0"].address.rpartition(":")[2])
+        api = HttpApi(f"http://{_dialable(router.host)}:{port}")
+        self._state = replace(self._state, url=api.url)
+        return api.ready()
+
+    def _watch(self) -> None:
+        """Until asked to stop: bring back the Valkey if it dies. From the main thread only, since
+        the server ends with the thread that started it."""
+        while not self._stop.wait(LOOK_EVERY_S):
+            if self._valkey is not None and self._valkey.process.poll() is not None:
+                log.warning("valkey ended with code %s", self._valkey.process.returncode)
+                with contextlib.suppress(ConfigError):
+                    self._start_valkey()
+            if self._roles is not None:
+                self._roles.tend()
+
+    def _start_valkey(self) -> None:
+        from headrace.kvstore import embedded_valkey
+
+        self._valkey = embedded_valkey(str(self._run.sockets))
+
+    def _end(self) -> None:
+        self._say(Phase.STOPPING, "stopping")
+        if self._roles is not None:
+            self._roles.stop(self._config.times.drain_s)
+        if self._valkey is not None:
+            self._valkey.stop()
+
+    def _catch_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: self._stop.set())
+
+    def _say(self, phase: Phase, progress: str) -> None:
+        if (phase, progress) != (self._state.phase, self._state.progress):
+            log.info("%s: %s", phase, progress)
+        self._state = replace(self._state, phase=phase, progress=progress)
+        self._run.write_state(self._state)
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raises `ConfigError` when something listens where the router's HTTP is to be."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the router binds
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"router.port {port} on {host} cannot be used ({error.strerror}{_holder(port)});"
+                " free it, or set another router.port"
+            ) from None
+
+
+def _holder(port: int) -> str:
+    for one in listeners():
+        if one.port == port and (process := read_process(one.pid)) is not None:
+            return f", held by process {one.pid} ({process.name})"
+    return ""
+
+
+def _dialable(host: str) -> str:
+    """The address to reach a listening address of this host by."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(
+        host, f"[{host}]" if ":" in host else host
+    )
+
+
+def _serves(member: Member | None) -> bool:
+    return member is not None and member.state is ReplicaState.READY
+
+
+def _last_error(run: RunDir, name: str) -> str:
+    """The last line of a role's log that reports an error, shortened."""
+    with contextlib.suppress(OSError):
+        lines = (run.logs / f"{name}.log").read_text(errors="replace").splitlines()[-200:]
+        for line in reversed(lines):
+            if "Error" in line and not line.startswith(" "):
+                return line[:300]
+    return ""
+
+
+@contextlib.contextmanager
+def _no_longer_than(seconds: float, what: str) -> Iterator[None]:
+    """Run the body, but leave this process when it hangs: the session sweep ends the rest."""
+
+    def give_up() -> None:
+        log.error("%s took longer than %.0f s", what, seconds)
+        logging.shutdown()
+        os._exit(2)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Exception as error:
+        log.warning("%s: %s: %s", what, type(error).__name__, error)
+    finally:
+        timer.cancel()
+
+
+def main() -> None:
+    """`python -P -m headrace.cluster.leader RUN_HOME CLUSTER`: lead the run whose config.yaml is in
+    place. Started by the command line in a new session, with the run's folder as working
+    directory."""
+    parser = argparse.ArgumentParser(description="lead one cluster; use `headrace up`")
+    parser.add_argument("home", type=Path)
+    parser.add_argument("cluster")
+    parser.add_argument("--insecure", action="store_true")
+    parser.add_argument("--with-parent", action="store_true", help="end when the parent ends")
+    arguments = parser.parse_args()
+    run = RunDir(arguments.home, arguments.cluster)
+    if arguments.with_parent:
+        die_with_parent()
+    lock = lock_run(run)
+    if lock is None:
+        sys.exit(f"cluster {run.cluster} is led by another process")
+    prepare_process(run, "leader")
+    config = load_config(run.config_file)
+    sys.exit(Leader(config, run, insecure=arguments.insecure).run())
+
+
+if __name__ == "__main__":
+    main()

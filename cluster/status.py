@@ -1,0 +1,144 @@
+"""What `headrace status` shows: membership, processes, the supervisor's report, router metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.table import Table
+
+from headrace.cluster.chat import api_of
+from headrace.cluster.config import ClusterConfig, Processes, load_config
+from headrace.cluster.http import ApiError
+from headrace.cluster.roles import role_settings
+from headrace.cluster.rundir import RunDir, RunState
+from headrace.cluster.session import run_members
+from headrace.core.card import Member, Role
+from headrace.core.errors import ConfigError
+from headrace.core.metrics import Metric
+
+
+def collect(run: RunDir) -> dict[str, Any]:
+    """One view of a run, plain values only. Raises `ConfigError` when nothing of it is there."""
+    state = run.read_state()
+    if state is None:
+        raise ConfigError(f"there is no state of cluster {run.cluster}")
+    config = load_config(run.config_file)
+    processes = run_members(state)
+    members, stale = asyncio.run(_members(config, run)) if processes else ((), True)
+    samples, ready, notes = _samples(run, state) if processes else ({}, False, [])
+    if stale and processes:
+        notes.append("Redis does not answer: the membership shown is not known to be true")
+    names = {process.name for process in processes}
+    if processes and config.processes is Processes.RAY and "gcs_server" not in names:
+        notes.append(
+            "Ray's head is gone: serving goes on, but dead replicas are not restarted;"
+            f" `headrace down --name {run.cluster}` and `up` again when convenient"
+        )
+    if processes and state.pid not in {process.pid for process in processes}:
+        notes.append(f"the leader is gone; `headrace down --name {run.cluster}` ends the rest")
+    return {
+        "cluster": run.cluster,
+        "phase": str(state.phase) if processes else "not running",
+        "progress": state.progress,
+        "error": state.error,
+        "url": state.url,
+        "model": state.model,
+        "build": state.build,
+        "leader_pid": state.pid,
+        "processes": len(processes),
+        "ready": ready,
+        "roles": _roles(config, members, samples, {process.pid for process in processes}),
+        "supervisor": _report(run),
+        "notes": notes,
+    }
+
+
+def table(view: dict[str, Any]) -> Table:
+    """The view as a table."""
+    health = "[green]ready[/]" if view["ready"] else "[red]not ready[/]"
+    shown = Table(
+        title=f"{view['cluster']}: {view['phase']}, {health}, {view['url']}, model {view['model']},"
+        f" {view['processes']} processes, build {view['build']}",
+        title_justify="left",
+    )
+    for column in ("role", "state", "pid", "address", "requests", "backlog ms", "free blocks"):
+        shown.add_column(column)
+    for role in view["roles"]:
+        colour = "green" if role["state"] == "ready" and role["alive"] else "red"
+        shown.add_row(
+            role["name"],
+            f"[{colour}]{role['state']}[/]",
+            str(role["pid"] or ""),
+            role["address"],
+            *(_number(role[key]) for key in ("requests", "backlog_ms", "free_blocks")),
+        )
+    return shown
+
+
+async def _members(config: ClusterConfig, run: RunDir) -> tuple[tuple[Member, ...], bool]:
+    from headrace.kvstore import MemberBoard
+
+    board = MemberBoard.of(role_settings(config, run, Role.SUPERVISOR, "status"))
+    try:
+        return await board.members(), board.stale
+    finally:
+        await board.close()
+
+
+def _samples(run: RunDir, state: RunState) -> tuple[dict[tuple[str, str], float], bool, list[str]]:
+    """{(metric, replica): value}, whether the router says ready, and notes."""
+    try:
+        api = api_of(run)
+        ready, text = api.ready(), api.metrics()
+    except (ApiError, ConfigError) as error:
+        return {}, False, [error.message]
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if "replica" in sample.labels:
+                samples[sample.name, sample.labels["replica"]] = sample.value
+    return samples, ready, []
+
+
+def _roles(
+    config: ClusterConfig,
+    members: Iterable[Member],
+    samples: dict[tuple[str, str], float],
+    pids: set[int],
+) -> list[dict[str, Any]]:
+    by_name = {member.name: member for member in members}
+    rows = []
+    for role, name in config.expected_roles():
+        member = by_name.get(name)
+        rows.append(
+            {
+                "role": str(role),
+                "name": name,
+                "state": str(member.state) if member else "absent",
+                "alive": bool(member and member.pid in pids),
+                "pid": member.pid if member else 0,
+                "boot_id": member.boot_id if member else "",
+                "build": member.build if member else "",
+                "address": member.address if member else "",
+                "requests": samples.get((Metric.REPLICA_REQUESTS, name)),
+                "backlog_ms": samples.get((Metric.BACKLOG_MS, name)),
+                "free_blocks": samples.get((Metric.REPLICA_FREE_BLOCKS, name)),
+            }
+        )
+    return rows
+
+
+def _report(run: RunDir) -> dict[str, Any] | None:
+    try:
+        report: dict[str, Any] = json.loads(run.report_file.read_text())
+        return report
+    except (OSError, ValueError):
+        return None
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
