@@ -1,0 +1,151 @@
+"""A prefill job as an automaton, and what it knows. No input or output here.
+
+    finding -> waiting -> filling -> running -> sealing -> done
+       \\___________________________________________^          (nothing to run)
+
+`finding` reads the store and reaches the decode replica, `waiting` stands in line for the engine,
+`filling` copies stored blocks in, `running` has rows in the engine, `sealing` has none left but
+objects to seal and announce. Whatever is not written in the table raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from headrace.core.ids import Digest, JobKey
+from headrace.core.messages import Place, PrefillJob
+from headrace.core.peers import Peer
+from headrace.core.request import GenRequest
+from headrace.core.rows import GRAIN, Geometry, floor_grain, record_position
+from headrace.core.states import StateTable
+from headrace.engine import Event
+
+
+class JobState(StrEnum):
+    FINDING = "finding"
+    WAITING = "waiting"
+    FILLING = "filling"
+    RUNNING = "running"
+    SEALING = "sealing"
+    DONE = "done"  # decode was told that nothing more follows
+    FAILED = "failed"  # decode and router were told
+    CANCELLED = "cancelled"
+
+
+class JobEvent(StrEnum):
+    FOUND = "found"  # the stored prefix is known and rows must run
+    ALL_STORED = "all_stored"  # no row must run
+    ADMITTED = "admitted"  # the engine reserved blocks and a slot
+    STARTED = "started"  # fills are done, rows run
+    PRODUCT = "product"  # the engine completed a block or a window record
+    ROWS_DONE = "rows_done"
+    CUT_SHORT = "cut_short"  # the store took no more: decode runs the rest
+    ALL_TOLD = "all_told"  # everything sealed was announced, and PrefillDone sent
+    ERROR = "error"
+    DECODE_GONE = "decode_gone"
+    CANCEL = "cancel"  # by the router, by its connection's end, or by a newer epoch
+    AGAIN = "again"  # the same PrefillJob once more
+    ACK = "ack"  # decode copied everything
+
+
+_S, _E = JobState, JobEvent
+TERMINAL = frozenset({_S.DONE, _S.FAILED, _S.CANCELLED})
+_LIVE = (_S.FINDING, _S.WAITING, _S.FILLING, _S.RUNNING, _S.SEALING)
+
+JOB_TABLE: StateTable[JobState, JobEvent] = StateTable(
+    "prefill job",
+    {
+        (_S.FINDING, _E.FOUND): _S.WAITING,
+        (_S.FINDING, _E.ALL_STORED): _S.SEALING,
+        (_S.WAITING, _E.ADMITTED): _S.FILLING,
+        (_S.FILLING, _E.STARTED): _S.RUNNING,
+        (_S.FILLING, _E.ALL_STORED): _S.SEALING,  # another job sealed the rest meanwhile
+        (_S.RUNNING, _E.PRODUCT): _S.RUNNING,
+        (_S.RUNNING, _E.ROWS_DONE): _S.SEALING,
+        (_S.RUNNING, _E.CUT_SHORT): _S.SEALING,
+        (_S.SEALING, _E.ALL_TOLD): _S.DONE,
+        **{(s, _E.ERROR): _S.FAILED for s in _LIVE},
+        **{(s, _E.DECODE_GONE): _S.FAILED for s in _LIVE},
+        **{(s, _E.CANCEL): _S.CANCELLED for s in _LIVE},
+        (_S.DONE, _E.ACK): _S.DONE,
+    },
+    ignored=frozenset(
+        {(s, _E.AGAIN) for s in JobState}
+        | {(s, _E.CANCEL) for s in TERMINAL}
+        | {(s, _E.DECODE_GONE) for s in TERMINAL}
+        | {(s, _E.ERROR) for s in TERMINAL}  # a second failure while the first is being told
+        # What the engine finished before it saw the release, and rows after a cut.
+        | {(s, e) for s in (_S.SEALING, *TERMINAL) for e in (_E.PRODUCT, _E.ROWS_DONE)}
+        | {(s, _E.CUT_SHORT) for s in (_S.SEALING, *TERMINAL)}
+        # An answer to something we did not say; nothing depends on it.
+        | {(s, _E.ACK) for s in JobState if s is not _S.DONE}
+    ),
+)
+
+
+@dataclass
+class Counts:
+    """What this replica saw since it started. Mutable, owned by the role's loop."""
+
+    jobs: int = 0
+    late: int = 0  # frames of older epochs, duplicates, and cancels of what is over
+    damaged: int = 0  # stored objects that did not verify
+    hit_blocks: int = 0
+    sealed_blocks: int = 0
+    cut_short: int = 0
+    encoder_rows: int = 0
+
+
+@dataclass(eq=False)
+class Job:
+    """One job and what it knows so far. Mutable; `state` moves by `JOB_TABLE` only.
+
+    `router` asked for it, `decode` receives its product (None until reached)."""
+
+    message: PrefillJob
+    router: Peer
+    arrived_at_s: float
+    state: JobState = JobState.FINDING
+    decode: Peer | None = None
+    task: asyncio.Task[None] | None = None
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    places: tuple[Place, ...] = ()  # of the stored prefix
+    hit_blocks: int = 0  # of these, the usable ones: less than `places` after damage
+    encoder_rows: int = 0
+
+    @property
+    def request(self) -> GenRequest:
+        return self.message.request
+
+    @property
+    def key(self) -> JobKey:
+        return self.message.request.key
+
+    @property
+    def rows_to_come(self) -> int:
+        """Estimate of the rows that the engine does not know of yet."""
+        if self.state not in (JobState.FINDING, JobState.WAITING):
+            return 0
+        return floor_grain(self.request.n_tokens) - self.hit_blocks * GRAIN
+
+    def step(self, event: JobEvent) -> bool:
+        """Move by one event; False when it was late or a duplicate. Raises `IllegalTransition`."""
+        step = JOB_TABLE.step(self.state, event, self.key)
+        self.state = step.state
+        return not step.ignored
+
+
+def window_candidates(
+    request: GenRequest, hit_tokens: int, geometry: Geometry
+) -> list[tuple[int, Digest]]:
+    """(position, digest of the block before it) of the window records worth asking for, newest
+    first: from R = min(H0, p) down to where an exact replay would begin at or above them."""
+    latest = min(hit_tokens, record_position(request.n_tokens, request.keep_tokens))
+    oldest = max(GRAIN, latest - geometry.replay_rows)
+    return [
+        (position, request.digests[position // GRAIN - 1])
+        for position in range(floor_grain(latest), 0, -GRAIN)
+        if position >= oldest
+    ]

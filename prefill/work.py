@@ -1,0 +1,446 @@
+"""What a prefill replica does with its jobs: find, fill, run, seal, announce.
+
+Each live job has one task that walks it through `jobs.JOB_TABLE`; whatever ends a job goes through
+`_end`; whatever it holds (engine blocks and slot, store leases) is given back in `_close`, once.
+All of it runs on one event loop; only copies into engine blocks happen in a thread of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from headrace.core import faults
+from headrace.core.attempts import Attempts, Verdict
+from headrace.core.chain import as_token_ids, window_digest
+from headrace.core.clock import Clock
+from headrace.core.errors import (
+    DeadlineExceeded,
+    HeadraceError,
+    Overloaded,
+    ReplicaLost,
+    Unavailable,
+)
+from headrace.core.ids import Digest, JobKey
+from headrace.core.limits import LeaseTimes
+from headrace.core.messages import (
+    BlocksReady,
+    Cancel,
+    JobFailed,
+    Place,
+    PrefillDone,
+    PrefillJob,
+    WindowReady,
+)
+from headrace.core.peers import Peer
+from headrace.core.rows import GRAIN, RowPlan, plan_prefill, record_position
+from headrace.engine import (
+    Admission,
+    BlockDone,
+    Engine,
+    EngineDriver,
+    EngineSettings,
+    Event,
+    Fill,
+    RowsDone,
+    SequenceFailed,
+    WindowDone,
+)
+from headrace.engine import Job as EngineJob
+from headrace.kvstore import Kind, StoreClient
+from headrace.prefill.jobs import TERMINAL, Counts, Job, JobEvent, JobState, window_candidates
+from headrace.prefill.links import DecodeLinks
+
+log = logging.getLogger(__name__)
+
+SEAL_BATCH = 16  # blocks put in one round trip
+SEAL_WAIT_S = 0.25  # one wait for room; between two, a cancel is noticed
+_RETRYABLE = (ReplicaLost, Overloaded, faults.InjectedFault)
+
+
+class Prefiller:
+    """All jobs of one replica. Mutable, owned by the role's event loop.
+
+    `on_ended` is called after a job gave everything back."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        driver: EngineDriver,
+        store: StoreClient,
+        links: DecodeLinks,
+        settings: EngineSettings,
+        leases: LeaseTimes,
+        clock: Clock,
+        on_ended: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._driver = driver
+        self._store = store
+        self._links = links
+        self._settings = settings
+        self._leases = leases
+        self._clock = clock
+        self._on_ended = on_ended
+        self._attempts = Attempts()
+        self._in_line = asyncio.Lock()  # first come, first served: asyncio wakes in this order
+        self._room = asyncio.Event()  # something was given back to the engine
+        self._closing: set[asyncio.Task[None]] = set()
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="prefill-fill")
+        self._steps_seen = 0
+        self.jobs: dict[JobKey, Job] = {}
+        self.counts = Counts()
+        self.draining = False
+
+    # ---- what arrives ----------------------------------------------------------------------
+
+    def accept(self, router: Peer, message: PrefillJob) -> None:
+        """A new job, or one that is late, a duplicate, or refused."""
+        key = message.request.key
+        if self._attempts.begin(key) is not Verdict.NEW:
+            self.counts.late += 1
+            if key in self.jobs:
+                self.jobs[key].step(JobEvent.AGAIN)
+            return
+        for job in tuple(self.jobs.values()):
+            if job.key.request_id == key.request_id:
+                self._end(job, JobEvent.CANCEL)
+        waiting = sum(j.state in (JobState.FINDING, JobState.WAITING) for j in self.jobs.values())
+        problem: HeadraceError | None = None
+        if self.draining:
+            problem = Unavailable("this prefill replica takes no new jobs")
+        elif waiting >= self._settings.max_waiting:
+            problem = Overloaded(
+                f"max_waiting is {self._settings.max_waiting} jobs, {waiting} are waiting"
+            )
+        if problem is not None:
+            self._attempts.close(key)
+            router.post(JobFailed(key, problem.code, problem.message, retryable=True))
+            return
+        self.counts.jobs += 1
+        job = Job(message, router, self._clock.now_s())
+        self.jobs[key] = job
+        job.task = asyncio.create_task(self._run(job), name=f"prefill {key}")
+
+    def cancel(self, key: JobKey) -> None:
+        """Give a job up because its router says so. Unknown, ended and older keys are counted."""
+        job = self.jobs.get(key)
+        self._attempts.close(key)
+        if job is None:
+            self.counts.late += 1
+        else:
+            self._end(job, JobEvent.CANCEL)
+
+    def cancelled(self, router: Peer, message: Cancel) -> None:
+        self.cancel(message.key)
+
+    def acknowledged(self, key: JobKey) -> None:
+        """Decode copied everything. The leases are its own by now; nothing is left to do here."""
+        job = self.jobs.get(key)
+        if job is not None and not job.step(JobEvent.ACK):
+            self.counts.late += 1
+
+    def router_left(self, router: Peer) -> None:
+        """Nobody waits for these any more."""
+        for job in tuple(self.jobs.values()):
+            if job.router is router and job.state not in TERMINAL:
+                self._end(job, JobEvent.CANCEL)
+
+    def decode_left(self, decode: Peer) -> None:
+        """What is sealed stays in the store for the next attempt; this one is over."""
+        for job in tuple(self.jobs.values()):
+            if job.decode is decode and job.state not in TERMINAL:
+                self._end(job, JobEvent.DECODE_GONE, ReplicaLost("the decode replica left"))
+
+    def on_events(self, events: Sequence[Event]) -> None:
+        """What the engine did in one step."""
+        for event in events:
+            job = self.jobs.get(event.key)
+            if job is None:
+                self.counts.late += 1
+            elif isinstance(event, SequenceFailed):
+                self._end(job, JobEvent.ERROR, event.error)
+            elif isinstance(event, RowsDone):
+                if job.step(JobEvent.ROWS_DONE):
+                    job.encoder_rows = event.encoder_rows
+                    job.events.put_nowait(event)
+            elif isinstance(event, BlockDone | WindowDone) and job.step(JobEvent.PRODUCT):
+                job.events.put_nowait(event)
+
+    # ---- one job ---------------------------------------------------------------------------
+
+    async def _run(self, job: Job) -> None:
+        try:
+            async with asyncio.timeout(job.request.deadline_s):
+                await self._walk(job)
+        except TimeoutError:
+            limit = DeadlineExceeded("the request's time ran out in prefill")
+            self._end(job, JobEvent.ERROR, limit)
+        except HeadraceError as error:
+            self._end(job, JobEvent.ERROR, error)
+        except ConnectionError as error:
+            gone = ReplicaLost(f"the decode replica was lost: {error}")
+            self._end(job, JobEvent.ERROR, gone)
+        except Exception:
+            log.exception("prefill job %s failed", job.key)
+            self._end(job, JobEvent.ERROR, HeadraceError("prefill failed"))
+
+    async def _walk(self, job: Job) -> None:
+        request = job.request
+        job.decode = await self._links.get(job.message.decode_address)
+        job.places = await self._store.open_prefix(request.digests, job.key)
+        job.hit_blocks = len(job.places)
+        await self._tell_blocks(job, 0, job.places)
+        plan, window = await self._plan(job, verify=False)
+        begun_s = self._clock.now_s()
+        if plan.encoder_rows:
+            job.step(JobEvent.FOUND)
+            admission = await self._admit(job)
+            job.step(JobEvent.ADMITTED)
+            begun_s = self._clock.now_s()
+            # Blocks at or above the last row are not read here; decode verifies them itself.
+            fills = tuple(f for f in admission.fills if f.index < plan.end // GRAIN)
+            job.hit_blocks = await self._fill(job, fills)
+            plan, window = await self._plan(job, verify=True)
+        self.counts.hit_blocks += job.hit_blocks
+        if plan.encoder_rows:
+            job.step(JobEvent.STARTED)  # before the call: events may come back before it returns
+            await self._driver.call(self._engine.start, job.key, plan, window)
+            await self._produce(job, plan)
+        else:
+            job.step(JobEvent.ALL_STORED)
+        run_s = self._clock.now_s() - begun_s
+        self.counts.encoder_rows += job.encoder_rows
+        done = PrefillDone(job.key, job.encoder_rows, job.hit_blocks * GRAIN, run_s)
+        await job.decode.link.send(done)
+        job.router.post(done)
+        job.step(JobEvent.ALL_TOLD)
+        self._close_later(job)
+
+    async def _plan(self, job: Job, *, verify: bool) -> tuple[RowPlan, bytes | None]:
+        """The rows to run from the usable hit, and the window record that they start from.
+
+        The newest usable record counts; with `verify` its bytes are read, and one that is damaged
+        is passed over. A record that lies at p is announced, as decode needs it."""
+        request, geometry = job.request, self._engine.geometry
+        n_tokens, keep_tokens, hit = request.n_tokens, request.keep_tokens, job.hit_blocks * GRAIN
+        candidates = window_candidates(request, hit, geometry)
+        while candidates:
+            found = await self._store.open_windows(candidates, job.key)
+            if found is None:
+                break
+            position, place = found
+            plan = plan_prefill(n_tokens, hit, keep_tokens, (position,), geometry)
+            digest = window_digest(dict(candidates)[position])
+            payload = self._read_window(place, digest) if verify and plan.encoder_rows else b""
+            if payload is not None:
+                if (verify or not plan.encoder_rows) and plan.window_position == position:
+                    await self._tell_window(job, position, digest, place)
+                return plan, payload or None
+            candidates = [c for c in candidates if c[0] < position]
+        return plan_prefill(n_tokens, hit, keep_tokens, (), geometry), None
+
+    def _read_window(self, place: Place, digest: Digest) -> bytes | None:
+        buffer = bytearray(place.payload_bytes)
+        if self._store.read_into(place, digest, buffer):
+            return bytes(buffer)
+        self.counts.damaged += 1
+        return None
+
+    async def _admit(self, job: Job) -> Admission:
+        """Wait for room behind all who came earlier. Raises `InvalidRequest` if it never fits."""
+        wanted = EngineJob(job.request, as_token_ids(()), job.hit_blocks)
+        async with self._in_line:
+            while True:
+                self._room.clear()
+                admission = await self._driver.call(self._engine.admit, wanted)
+                if admission is not None:
+                    return admission
+                await self._room.wait()
+
+    async def _fill(self, job: Job, fills: tuple[Fill, ...]) -> int:
+        """Copy the stored blocks in; returns how many leading blocks are usable."""
+        loop = asyncio.get_running_loop()
+        bad = await loop.run_in_executor(self._copies, self._copy_in, fills, job.places)
+        if bad is None:
+            return job.hit_blocks
+        self.counts.damaged += 1
+        return bad
+
+    def _copy_in(self, fills: tuple[Fill, ...], places: tuple[Place, ...]) -> int | None:
+        """In a thread: the index of the first block that did not verify, or None. A job that ends
+        meanwhile does no harm: its fills carry a ticket that the engine no longer honours."""
+        for fill in fills:
+            place = places[fill.index]
+            buffer = bytearray(place.payload_bytes)
+            if not self._store.read_into(place, fill.digest, buffer):
+                return fill.index
+            self._engine.write_fill(fill, buffer)
+        return None
+
+    # ---- products --------------------------------------------------------------------------
+
+    async def _produce(self, job: Job, plan: RowPlan) -> None:
+        """Seal and announce until the rows are done and all is told, or the store takes no more:
+        then decode computes the rest, since blocks behind a gap are of no use to it."""
+        reached = plan.start
+        while True:
+            events = [await job.events.get()]
+            while not job.events.empty() and len(events) < SEAL_BATCH:
+                events.append(job.events.get_nowait())
+            faults.hit("prefill.chunk")
+            blocks = [event for event in events if isinstance(event, BlockDone)]
+            if blocks and not await self._seal_blocks(job, blocks):
+                self.counts.cut_short += 1
+                if job.step(JobEvent.CUT_SHORT):
+                    job.encoder_rows = reached - plan.start
+                    await self._driver.call(self._engine.release, job.key)
+                    self._room.set()
+                return
+            if blocks:
+                reached = (blocks[-1].index + 1) * GRAIN
+            for event in events:
+                if isinstance(event, WindowDone):
+                    await self._seal_window(job, event)
+            if any(isinstance(event, RowsDone) for event in events):
+                return
+
+    async def _seal_blocks(self, job: Job, blocks: list[BlockDone]) -> bool:
+        """Blocks of one batch follow each other. False when the store did not take them all."""
+        items = [(event.digest, self._engine.block_view(event.block)) for event in blocks]
+        first = blocks[0].index
+        places = await self._seal(job, items, first)
+        await self._tell_blocks(job, first, places)
+        self.counts.sealed_blocks += len(places)
+        return len(places) == len(items)
+
+    async def _seal(
+        self, job: Job, items: list[tuple[Digest, memoryview]], first: int
+    ) -> tuple[Place, ...]:
+        """Put blocks, waiting for room while the store is there: a full arena is backpressure.
+        Returns the places of the leading ones that it took."""
+        if faults.hit("prefill.seal") == "drop":
+            return ()
+        request, done = job.request, list[Place]()
+        give_up_s = self._clock.now_s() + self._leases.handoff_s
+        while len(done) < len(items):
+            index = first + len(done)
+            answers = await self._store.put(
+                Kind.KV,
+                items[len(done) :],
+                lease=job.key,
+                wait_s=SEAL_WAIT_S,
+                parent=request.digests[index - 1] if index else request.chain_root,
+                first_block=index,
+                domain=request.domain,
+            )
+            taken = [place for place in answers[: _leading(answers)] if place is not None]
+            done += taken
+            if len(done) == len(items) or not self._store.connected:
+                break
+            if self._clock.now_s() >= give_up_s:
+                break
+            if not taken:
+                await asyncio.sleep(SEAL_WAIT_S / 5)
+        return tuple(done)
+
+    async def _seal_window(self, job: Job, event: WindowDone) -> None:
+        """The record at p belongs to the hand-off; others are for later turns and may be dropped.
+        A missing one costs decode rows, never the text, so nobody waits for it."""
+        request = job.request
+        block = request.digests[event.position // GRAIN - 1]
+        digest = window_digest(block)
+        wanted = event.position == record_position(request.n_tokens, request.keep_tokens)
+        (place,) = await self._store.put(
+            Kind.SWA,
+            [(digest, event.payload)],
+            lease=job.key if wanted else None,
+            wait_s=SEAL_WAIT_S if wanted else 0.0,
+            parent=block,
+            first_block=event.position // GRAIN,
+            domain=request.domain,
+        )
+        if wanted and place is not None:
+            await self._tell_window(job, event.position, digest, place)
+
+    async def _tell_blocks(self, job: Job, first: int, places: Sequence[Place]) -> None:
+        if places:
+            digests = job.request.digests[first : first + len(places)]
+            await self._tell(job, BlocksReady(job.key, first, digests, tuple(places)))
+
+    async def _tell_window(self, job: Job, position: int, digest: Digest, place: Place) -> None:
+        request = job.request
+        if position == record_position(request.n_tokens, request.keep_tokens):
+            await self._tell(job, WindowReady(job.key, position, digest, place))
+
+    async def _tell(self, job: Job, message: BlocksReady | WindowReady) -> None:
+        assert job.decode is not None
+        action = faults.hit("prefill.announce")
+        if action == "drop":
+            return
+        await job.decode.link.send(message)
+        if action == "duplicate":
+            await job.decode.link.send(message)
+
+    # ---- ends ------------------------------------------------------------------------------
+
+    def _end(self, job: Job, event: JobEvent, error: HeadraceError | None = None) -> None:
+        """The one way out before the end; the second and later causes are ignored and counted."""
+        if not job.step(event):
+            self.counts.late += 1
+            return
+        self._attempts.close(job.key)
+        if error is not None:
+            retryable = isinstance(error, _RETRYABLE)
+            failed = JobFailed(job.key, error.code, error.message, retryable)
+            job.router.post(failed)
+            if job.decode is not None:
+                job.decode.post(failed)
+        self._close_later(job)
+
+    def _close_later(self, job: Job) -> None:
+        self._attempts.close(job.key)
+        closing = asyncio.create_task(self._close(job), name=f"close {job.key}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _close(self, job: Job) -> None:
+        """Give back what the job holds. The leases of a finished hand-off are decode's to end."""
+        assert job.task is not None
+        job.task.cancel()
+        await asyncio.wait([job.task])
+        await self._driver.call(self._engine.release, job.key)
+        self._room.set()
+        if job.state is not JobState.DONE:
+            await self._store.release(job.key)
+        del self.jobs[job.key]
+        self._on_ended()
+
+    async def keep(self) -> None:
+        """Call every third of `handoff_s`: prolongs the leases of live jobs and tells decode that
+        they are alive, as long as the engine makes steps or has none to make."""
+        stats = self._driver.stats
+        moving = stats.steps != self._steps_seen or stats.running == 0
+        self._steps_seen = stats.steps
+        for job in tuple(self.jobs.values()):
+            if job.state in TERMINAL:
+                continue
+            await self._store.renew(job.key)
+            if moving and job.decode is not None and job.state not in TERMINAL:
+                job.decode.post(BlocksReady(job.key, 0, (), ()))
+
+    async def stop(self, reason: str) -> None:
+        """End every job with a retryable failure and wait until all is given back."""
+        for job in tuple(self.jobs.values()):
+            if job.state not in TERMINAL:
+                self._end(job, JobEvent.ERROR, ReplicaLost(reason))
+        while self._closing:
+            await asyncio.wait(tuple(self._closing))
+        self._copies.shutdown(wait=True)
+
+
+def _leading(answers: Sequence[Place | None]) -> int:
+    """How many leading answers are places."""
+    return next((i for i, place in enumerate(answers) if place is None), len(answers))
