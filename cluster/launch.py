@@ -56,12 +56,12 @@ class Launch:
 
         Raises `LaunchError` with the leader's reason when it fails."""
         run = self.run
-        run.create()
         state = run.read_state()
         if state is not None and run_members(state):
             say("ending what a former run left behind")
             end_cluster(run, say)
-        shutil.rmtree(run.short_dir / "ray", ignore_errors=True)
+        shutil.rmtree(run.short_dir, ignore_errors=True)  # Ray's files of a former life
+        run.create()
         keep_copy(self._source, self.config, run)
         run.state_file.unlink(missing_ok=True)
         command = [sys.executable, "-P", "-m", "headrace.cluster.leader", str(run.home)]
@@ -142,7 +142,7 @@ def end_cluster(run: RunDir, say: Say) -> int:
         if left:
             names = ", ".join(f"{process.pid} ({process.name})" for process in left)
             raise LaunchError(f"these processes of {run.cluster} do not end: {names}")
-    shutil.rmtree(run.short_dir / "ray", ignore_errors=True)
+    shutil.rmtree(run.short_dir, ignore_errors=True)
     after = run.read_state() or state
     if after.phase not in (Phase.STOPPED, Phase.FAILED):  # its leader could not write that itself
         run.write_state(_stopped(after))

@@ -1,0 +1,147 @@
+"""The cluster file: what is read, and that every refusal names key, bound and value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace.cluster.config import ClusterConfig, Processes, keep_copy, load_config, read_config
+from headrace.cluster.rundir import RunDir
+from headrace.core.card import Role
+from headrace.core.errors import ConfigError
+from headrace.model import CacheLayout, ModelConfig
+
+REFUSED = {
+    "unknown key": ("colour: red", "unknown key colour"),
+    "unknown nested key": ("pools: {vision: 1}", "unknown key pools.vision"),
+    "unknown deep key": ("deployment: {wire: {speed: 1}}", "unknown key deployment.wire.speed"),
+    "wrong type": ("pools: {decode: two}", "pools.decode must be an integer, got str 'two'"),
+    "a bool is no integer": ("pools: {decode: true}", "pools.decode must be an integer"),
+    "a fraction is no integer": ("pools: {decode: 1.5}", "pools.decode must be an integer"),
+    "nan": ("times: {drain_s: .nan}", "times.drain_s must be a finite number"),
+    "below": ("pools: {decode: 0}", "decode must be between 1 and 64, got 0"),
+    "above": ("pools: {prefill: 65}", "prefill must be between 0 and 64, got 65"),
+    "negative": (
+        "deployment: {keep_tokens: -1}",
+        "deployment: keep_tokens must be an integer of at least 0, got -1",
+    ),
+    "spacing": (
+        "deployment: {record_spacing_tokens: 200}",
+        "record_spacing_tokens must be a multiple of 128, got 200",
+    ),
+    "mode that is not offered": ("deployment: {handoff_mode: replay}", "only exact is"),
+    "mode that does not exist": ("deployment: {handoff_mode: magic}", "must be one of exact"),
+    "no mapping": ("router: 8000", "router must be a mapping, got int 8000"),
+    "list": ("- 1", "x.yaml must hold a mapping of keys, got a list"),
+    "empty": ("", "x.yaml must hold a mapping of keys, got nothing"),
+    "not YAML": ("a: [", "x.yaml is no valid YAML in line 1"),
+    "object": ("a: !!python/object:os.system {}", "x.yaml is no valid YAML"),
+    "twice": ("cluster: a\ncluster: b", "'cluster' stands twice, again in line 2"),
+    "twice, nested": ("pools:\n  decode: 1\n  decode: 2", "'decode' stands twice"),
+    "name": ("cluster: ../up", "a name has 1 to 32"),
+    "no key": ("keys: []", "keys must name at least one tenant"),
+    "short key": ("keys: [{tenant: a, key: abc}]", "at least 16 characters, got 3"),
+    "same key": (
+        "keys: [{tenant: a, key: 0123456789abcdef}, {tenant: b, key: 0123456789abcdef}]",
+        "the same key stands twice",
+    ),
+    "two generated keys": ("keys: [{tenant: a}, {tenant: a}]", "at most one generated key"),
+    "tenant missing": ("keys: [{domain: a}]", "tenant"),
+    "redis": ("redis: {url: 'http://x'}", "url must begin with redis://"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_its_reason(case: str) -> None:
+    text, reason = REFUSED[case]
+    with pytest.raises(ConfigError) as refused:
+        read_config(text, "x.yaml")
+    assert reason in refused.value.message
+
+
+LATE = {
+    "engine": ("engine: {n_slots: 0}", "engine: n_slots must be an integer between 1"),
+    "engine key": ("engine: {cache: 1}", "unknown key engine.cache"),
+    "store": ("store: {arena_bytes: -5}", "store: arena_bytes must be an integer of at least 1"),
+    "what the model decides": ("store: {block_bytes: 5}", "unknown key store.block_bytes"),
+    "router": ("router: {port: 70000}", "router: port must lie between 0 and 65535, got 70000"),
+    "router keys": ("router: {keys: []}", "unknown key router.keys"),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_sections_of_other_rooms(case: str, tmp_path: Path) -> None:
+    text, reason = LATE[case]
+    run = RunDir(tmp_path, "local")
+    run.create()
+    config = read_config(text, "x.yaml")
+    with pytest.raises(ConfigError) as refused:
+        config.check(run)
+    assert reason in refused.value.message
+
+
+def test_a_key_never_shows_in_a_message_or_repr() -> None:
+    secret = "0123456789abcdef-secret"
+    config = read_config(f"keys: [{{tenant: a, key: {secret}}}]", "x.yaml")
+    assert config.keys[0].key == secret
+    assert secret not in repr(config)
+    with pytest.raises(ConfigError) as refused:
+        read_config(f"keys: [{{tenant: a, key: {secret}}}, {{tenant: b, key: {secret}}}]", "x.yaml")
+    assert secret not in refused.value.message
+
+
+@pytest.mark.parametrize("name", ["local", "one-process"])
+def test_shipped_files(name: str, root: Path, tmp_path: Path) -> None:
+    config = load_config(root / "configs" / "cluster" / f"{name}.yaml")
+    run = RunDir(tmp_path, config.cluster)
+    run.create()
+    config.check(run)
+    assert config.cluster == name
+    assert config.deployment.model == "t2"
+    router = config.router_settings(run)
+    assert (router.host, router.port) == ("127.0.0.1", 8000)
+    counts = {role: sum(r is role for r, _ in config.expected_roles()) for role in Role}
+    assert counts[Role.STORE] == counts[Role.ROUTER] == counts[Role.PREFILL] == 1
+    wanted = {"local": (Processes.RAY, 2), "one-process": (Processes.ONE, 1)}[name]
+    assert (config.processes, counts[Role.DECODE]) == wanted
+
+
+def test_the_store_is_told_the_sizes_of_the_model(tmp_path: Path) -> None:
+    run = RunDir(tmp_path, "local")
+    for model in ("t1", "t2"):
+        layout = CacheLayout.of(ModelConfig.load(model))
+        settings = read_config(f"deployment: {{model: {model}}}", "x").store_settings(run)
+        assert settings.block_bytes == layout.block_bytes
+        assert settings.window_bytes == layout.window_record_bytes
+        assert settings.directory == str(tmp_path / "local" / "store")
+
+
+def test_generated_keys_are_kept_and_private(tmp_path: Path) -> None:
+    run = RunDir(tmp_path, "local")
+    run.create()
+    config = read_config(
+        "keys: [{tenant: a}, {tenant: b}, {tenant: c, key: 0123456789abcdef}]", "x"
+    )
+    first = config.api_keys(run)
+    assert len({entry.key for entry in first}) == 3
+    assert config.api_keys(run) == first
+    assert first[0].key == (tmp_path / "local" / "api_key").read_text()
+    for name in ("api_key", "api_key-b"):
+        assert (tmp_path / "local" / name).stat().st_mode & 0o777 == 0o600
+    assert not (tmp_path / "local" / "api_key-c").exists()
+
+
+def test_the_kept_copy_reads_back_under_the_new_name(root: Path, tmp_path: Path) -> None:
+    source = root / "configs" / "cluster" / "local.yaml"
+    config = load_config(source, cluster="other")
+    run = RunDir(tmp_path, "other")
+    run.create()
+    keep_copy(source, config, run)
+    assert load_config(run.config_file) == config == replace(load_config(source), cluster="other")
+    assert run.config_file.stat().st_mode & 0o777 == 0o600
+
+
+def test_defaults_alone_are_a_configuration() -> None:
+    assert read_config("cluster: local", "x.yaml") == ClusterConfig()
