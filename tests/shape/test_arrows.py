@@ -32,6 +32,7 @@ LIBRARIES = {
     "ray": "cluster",
     "redis": "kvstore",
     "triton": "kernels",
+    "PIL": "vision",
     "torch": "kernels model engine prefill decode vision cluster",
 }
 
