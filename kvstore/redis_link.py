@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from redis.asyncio import Redis
@@ -18,6 +18,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from headrace.core.clock import Clock
 from headrace.core.errors import ConfigError
+from headrace.kvstore.breaker import Breaker
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,36 +31,6 @@ class RedisAway(Exception):
 
 class WrongType(RedisAway):
     """A key of ours holds something else; the caller may replace it."""
-
-
-class Breaker:
-    """Opens after `failures` in a row, for `rest_s`; then lets one call through to try."""
-
-    def __init__(self, clock: Clock, failures: int = 3, rest_s: float = 1.0) -> None:
-        self._clock = clock
-        self._failures = failures
-        self._rest_s = rest_s
-        self._in_a_row = 0
-        self._closed_again_at_s = 0.0
-
-    def admits(self) -> bool:
-        """Whether a call may be made now. The first one after the rest is the trial: until it
-        succeeds, all others are refused for another rest."""
-        if self._in_a_row < self._failures:
-            return True
-        now_s = self._clock.now_s()
-        if now_s < self._closed_again_at_s:
-            return False
-        self._closed_again_at_s = now_s + self._rest_s
-        return True
-
-    def success(self) -> None:
-        self._in_a_row = 0
-
-    def failure(self) -> None:
-        self._in_a_row += 1
-        if self._in_a_row >= self._failures:
-            self._closed_again_at_s = self._clock.now_s() + self._rest_s
 
 
 class RedisLink:
@@ -107,6 +78,10 @@ class RedisLink:
         self.healthy = True
         self._said = False
         return result
+
+    async def script(self, lua: str, keys: Sequence[bytes], *args: bytes | int) -> Any:
+        """Run a short script over `keys`. Raises `RedisAway`."""
+        return await self.call(lambda client: client.eval(lua, len(keys), *keys, *args))
 
     def _failed(self, error: Exception) -> RedisAway:
         self.errors += 1

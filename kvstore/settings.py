@@ -99,10 +99,12 @@ class StoreStat:
     hits: int
     misses: int
     damaged: int
-    dropped: int  # objects refused or given up for want of room, in arena or on disk
+    dropped: int  # puts refused for want of room in the arena
+    unsaved: int  # objects that stay in the arena only: claimed elsewhere, no room, or an error
     refused: int  # stale reservations, late leases, wrong sizes
     loads: int  # objects brought from SSD into the arena
     writes: int  # objects made durable
+    evicted: int  # arena copies that made room
     recycled: int  # segments reused
     write_errors: int
     index: str  # off | ok | away

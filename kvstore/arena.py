@@ -1,0 +1,173 @@
+"""The arena: shared memory of one host, cut into slots of a fixed size a kind.
+
+The store creates it (`memfd`, so it has no name and nothing is left after a crash) and hands its
+descriptor to every client. All of them may write: what a reader believes rests on checksums.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+
+from headrace.core.errors import ConfigError
+from headrace.core.ids import Digest
+from headrace.core.messages import Place
+from headrace.kvstore.layout import (
+    HEADER_BYTES,
+    Buffer,
+    SlotHeader,
+    checksum,
+    slot_bytes,
+)
+from headrace.kvstore.records import ARENA_SEGMENT
+from headrace.kvstore.settings import Kind, StoreSettings
+
+_BLANK = bytes(HEADER_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Consecutive slots of one kind: `slots` of `slot_bytes` from byte `start` of the arena."""
+
+    kind: Kind
+    start: int
+    slot_bytes: int
+    slots: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.slots * self.slot_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        """The largest payload that fits a slot."""
+        return self.slot_bytes - HEADER_BYTES
+
+    def offset(self, slot: int) -> int:
+        return self.start + slot * self.slot_bytes
+
+
+def plan_regions(settings: StoreSettings) -> tuple[Region, ...]:
+    """The regions that `arena_bytes` is cut into. Raises `ConfigError` when a kind gets none."""
+    window_slot = slot_bytes(settings.window_bytes)
+    block_slot = slot_bytes(settings.block_bytes)
+    windows = int(settings.arena_bytes * settings.window_share) // window_slot
+    blocks = (settings.arena_bytes - windows * window_slot) // block_slot
+    if not windows or not blocks:
+        least = max(window_slot / settings.window_share, block_slot / (1 - settings.window_share))
+        raise ConfigError(
+            f"arena_bytes must be at least {int(least) + 1} for one window record and one block,"
+            f" got {settings.arena_bytes}"
+        )
+    kv = Region(Kind.KV, 0, block_slot, blocks)
+    return kv, Region(Kind.SWA, kv.end, window_slot, windows)
+
+
+class Arena:
+    """One process's mapping. Dropping the last reference unmaps it; a reader that still copies
+    keeps it, whatever became of the store."""
+
+    def __init__(self, descriptor: int, regions: tuple[Region, ...]) -> None:
+        """Map an open descriptor (which stays the caller's). Raises `ConfigError` when it is
+        shorter than its regions, which would end a reader with SIGBUS later."""
+        size = max(region.end for region in regions)
+        if os.fstat(descriptor).st_size < size:
+            raise ConfigError(f"an arena of {size} bytes was announced, the descriptor is shorter")
+        self.regions = regions
+        self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
+        self._bytes = memoryview(self._map)
+
+    def region(self, kind: Kind) -> Region | None:
+        return next((region for region in self.regions if region.kind is kind), None)
+
+    def locate(self, offset: int) -> tuple[Region, int] | None:
+        """The slot that begins at `offset`, if one does."""
+        for region in self.regions:
+            if region.start <= offset < region.end:
+                slot, rest = divmod(offset - region.start, region.slot_bytes)
+                return None if rest else (region, slot)
+        return None
+
+    def payload(self, region: Region, slot: int, payload_bytes: int) -> memoryview:
+        """A writable view of a slot's payload; whoever holds it keeps the mapping."""
+        begin = region.offset(slot)
+        return self._bytes[begin : begin + payload_bytes]
+
+    def header(self, region: Region, slot: int) -> memoryview:
+        end = region.offset(slot) + region.slot_bytes
+        return self._bytes[end - HEADER_BYTES : end]
+
+    def write_header(self, region: Region, slot: int, header: SlotHeader) -> None:
+        self.header(region, slot)[:] = header.pack()
+
+    def blank_header(self, region: Region, slot: int) -> None:
+        """From here on no reader believes what lies in this slot."""
+        self.header(region, slot)[:] = _BLANK
+
+    def read(self, place: Place, namespace: bytes, digest: Digest, dest: Buffer | None) -> bool:
+        """Verify the object at `place` and copy it into `dest` (None: verify only).
+
+        Compared before and after the copy: the whole header, its generation, length, digest and
+        namespace; then the checksum of what was copied. False when anything differs; `dest` then
+        holds garbage."""
+        found = self.locate(place.offset)
+        if found is None:
+            return False
+        region, slot = found
+        length = place.payload_bytes
+        if not 0 < length <= region.payload_bytes:
+            return False
+        view = self.header(region, slot)
+        before = bytes(view)
+        header = SlotHeader.unpack(before)
+        if header is None or not _is(header, region, slot, place, namespace, digest):
+            return False
+        source = self.payload(region, slot, length)
+        if dest is None:
+            total = checksum(source)
+        else:
+            target = memoryview(dest).cast("B")[:length]
+            if len(target) < length:
+                raise ValueError(f"the destination holds {len(target)} bytes, {length} are needed")
+            target[:] = source
+            total = checksum(target)
+        return total == place.checksum and bytes(view) == before
+
+
+def _is(
+    header: SlotHeader, region: Region, slot: int, place: Place, namespace: bytes, digest: Digest
+) -> bool:
+    facts = header.facts
+    return (
+        header.segment == ARENA_SEGMENT
+        and header.slot == slot
+        and header.generation == place.generation
+        and header.checksum == place.checksum
+        and facts.payload_bytes == place.payload_bytes
+        and facts.kind is region.kind
+        and facts.digest == digest
+        and facts.namespace == namespace
+    )
+
+
+def create_arena(regions: tuple[Region, ...]) -> tuple[int, Arena]:
+    """Make the memory and map it: (descriptor, arena). The descriptor is the caller's to close.
+
+    All of it is taken now: a host that has not enough says so at start, with `ConfigError`,
+    instead of killing a process at its first touch. Sealed against shrinking and growing, so no
+    client can take bytes away from under another."""
+    size = max(region.end for region in regions)
+    descriptor = os.memfd_create("headrace-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size)
+        os.posix_fallocate(descriptor, 0, size)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        return descriptor, Arena(descriptor, regions)
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigError(
+            f"arena_bytes: {size} bytes of memory could not be taken ({error.strerror})"
+        ) from None

@@ -1,0 +1,168 @@
+"""Byte layout of a slot and of a segment file (docs/kv-format.md).
+
+    slot     payload | zero padding | header (the last 512 bytes: one disk sector)
+    segment  header (4 KiB) | slot 0 | slot 1 | ...
+
+A slot looks the same in the arena and on disk; only the three numbers that say where it lies
+differ. Each header carries a checksum of its own bytes and one of the payload, so that a header is
+believed without reading the payload and a payload never without its checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import xxhash
+
+from headrace.core.ids import Digest
+from headrace.kvstore.records import KIND_CODES, KINDS_BY_CODE
+from headrace.kvstore.settings import Kind
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+VERSION = 1
+ALIGN_BYTES = 4096
+HEADER_BYTES = 512
+SEGMENT_HEADER_BYTES = 4096
+NO_DIGEST = Digest(bytes(32))
+
+# magic | version | kind | flags | header bytes | block | segment | slot | generation |
+# payload bytes | checksum | written at | namespace | digest | parent digest | domain
+_SLOT = struct.Struct("<4sHBBIIIIIIQQ32s32s32s16s")
+_SLOT_MAGIC = b"HRSL"
+# magic | version | kind | flags | slot bytes | slots | segment | generation | sequence | store uid
+_SEGMENT = struct.Struct("<4sHBBIIIIQ8s")
+_SEGMENT_MAGIC = b"HRSG"
+_SUM = struct.Struct("<Q")
+
+
+def checksum(data: Buffer) -> int:
+    """xxh3-64 of the bytes: 2 us a block of 114 kB. Detects damage, proves no origin."""
+    return int(xxhash.xxh3_64_intdigest(data))
+
+
+def slot_bytes(payload_bytes: int) -> int:
+    """Size of a slot for payloads up to `payload_bytes`: with its header, 4 KiB aligned."""
+    return -(-(payload_bytes + HEADER_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def domain_tag(domain: str) -> bytes:
+    """16 bytes that tell cache domains apart in a header, for shares and statistics."""
+    name = domain.encode()
+    framed = b"domain" + struct.pack("<I", len(name)) + name
+    return hashlib.sha256(framed).digest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFacts:
+    """What a writer says of an object; the part of a header that does not depend on its place."""
+
+    kind: Kind
+    namespace: bytes  # 32 bytes
+    digest: Digest
+    parent: Digest
+    block: int  # number of the block in its chain; of the last block covered for a window record
+    domain: bytes  # 16 bytes
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """The header of one slot. `segment` is `records.ARENA_SEGMENT` in the arena."""
+
+    facts: ObjectFacts
+    checksum: int
+    segment: int
+    slot: int
+    generation: int
+    written_at_s: int
+
+    def pack(self) -> bytes:
+        facts = self.facts
+        body = _SLOT.pack(
+            _SLOT_MAGIC,
+            VERSION,
+            KIND_CODES[facts.kind],
+            0,
+            HEADER_BYTES,
+            facts.block,
+            self.segment,
+            self.slot,
+            self.generation,
+            facts.payload_bytes,
+            self.checksum,
+            self.written_at_s,
+            facts.namespace,
+            facts.digest,
+            facts.parent,
+            facts.domain,
+        ).ljust(HEADER_BYTES - _SUM.size, b"\0")
+        return body + _SUM.pack(checksum(body))
+
+    @staticmethod
+    def unpack(data: Buffer) -> SlotHeader | None:
+        """The header in 512 bytes; None when there is none, or it is damaged or of another
+        version."""
+        if len(data) != HEADER_BYTES or data[:4] != _SLOT_MAGIC:
+            return None
+        body = bytes(data[: -_SUM.size])
+        if _SUM.unpack(data[-_SUM.size :])[0] != checksum(body):
+            return None
+        fields = _SLOT.unpack_from(body)
+        _, version, kind_code, flags, header_bytes, block, segment, slot, generation = fields[:9]
+        kind = KINDS_BY_CODE.get(kind_code)
+        if version != VERSION or flags or header_bytes != HEADER_BYTES or kind is None:
+            return None
+        payload_bytes, payload_sum, written_at_s, namespace, digest, parent, domain = fields[9:]
+        facts = ObjectFacts(
+            kind, namespace, Digest(digest), Digest(parent), block, domain, payload_bytes
+        )
+        return SlotHeader(facts, payload_sum, segment, slot, generation, written_at_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """The first 4 KiB of a segment file. `sequence` grows with every (re)use of any segment, so it
+    orders them by age; 0 and kind None stand for a segment that is free."""
+
+    kind: Kind | None
+    slot_bytes: int
+    slots: int
+    segment: int
+    generation: int
+    sequence: int
+    uid: bytes  # of the store's directory: a file copied in from elsewhere is not ours
+
+    def pack(self) -> bytes:
+        body = _SEGMENT.pack(
+            _SEGMENT_MAGIC,
+            VERSION,
+            KIND_CODES[self.kind] if self.kind else 0,
+            0,
+            self.slot_bytes,
+            self.slots,
+            self.segment,
+            self.generation,
+            self.sequence,
+            self.uid,
+        ).ljust(SEGMENT_HEADER_BYTES - _SUM.size, b"\0")
+        return body + _SUM.pack(checksum(body))
+
+    @staticmethod
+    def unpack(data: Buffer) -> SegmentHeader | int | None:
+        """The header; an int is the version of a sound header that this build cannot read; None
+        means damaged, or never written."""
+        if len(data) != SEGMENT_HEADER_BYTES or data[:4] != _SEGMENT_MAGIC:
+            return None
+        body = bytes(data[: -_SUM.size])
+        if _SUM.unpack(data[-_SUM.size :])[0] != checksum(body):
+            return None
+        _, version, kind_code, flags, *numbers = _SEGMENT.unpack_from(body)
+        if version != VERSION:
+            return int(version)
+        if flags or (kind_code and kind_code not in KINDS_BY_CODE):
+            return None
+        return SegmentHeader(KINDS_BY_CODE.get(kind_code), *numbers)

@@ -1,0 +1,299 @@
+"""The store's own records in Redis: written when objects change, rewritten when Redis forgot.
+
+Everything is derived from the state at the moment of writing: a key is marked dirty, and what its
+record should be is looked up when its turn comes. So a lost, late or doubled write costs nothing
+but another one, and serving never waits for Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import islice
+
+from headrace.core.clock import Clock
+from headrace.core.limits import LeaseTimes
+from headrace.core.states import Visibility, VisibilityEvent
+from headrace.kvstore.objects import Entry, split_key
+from headrace.kvstore.records import (
+    ARENA_SEGMENT,
+    IndexRecord,
+    LiveStore,
+    claim_key,
+    digest_tail,
+    record_key,
+    store_key,
+    unpack_records,
+)
+from headrace.kvstore.redis_link import Client, RedisAway, RedisLink
+from headrace.kvstore.settings import Kind, StoreSettings, Tier
+from headrace.kvstore.state import StoreState
+
+log = logging.getLogger(__name__)
+_BATCH = 256
+_NUMBER_TRIES = 64
+
+# KEYS: objects; ARGV[1]: this store's number as two bytes; ARGV[i + 1]: its records for KEYS[i].
+# Replaces this store's records and keeps all others'. A key of another type is replaced.
+_REPLACE = """
+for i, key in ipairs(KEYS) do
+  local value = redis.pcall('GET', key)
+  if type(value) ~= 'string' or #value % 40 ~= 0 then value = '' end
+  local kept = ARGV[i + 1]
+  for at = 1, #value, 40 do
+    if string.sub(value, at, at + 1) ~= ARGV[1] then
+      kept = kept .. string.sub(value, at, at + 39)
+    end
+  end
+  if kept == '' then redis.call('DEL', key) else redis.call('SET', key, kept) end
+end
+return #KEYS
+"""
+
+# Claim or renew a store number: KEYS[1] its key, ARGV: uid, live record, PX. Returns the record
+# that stood there ('' when none), or nil when another store has the number.
+_BEAT = """
+local value = redis.pcall('GET', KEYS[1])
+if type(value) ~= 'string' then value = '' end
+if #value >= 8 and string.sub(value, -8) ~= ARGV[1] then return nil end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return value
+"""
+
+
+class Publisher:
+    """Writes one store's records. `run` is its task; `publish` and `claim` are called by others.
+
+    Without `redis_url` everything here answers at once that there is nobody."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        settings: StoreSettings,
+        times: LeaseTimes,
+        clock: Clock,
+        redis_url: str,
+        uid: bytes,
+        epoch: int,
+    ) -> None:
+        self._state = state
+        self._settings = settings
+        self._times = times
+        self._uid = uid
+        self._epoch = epoch
+        self._link = RedisLink(redis_url, settings.index_deadline_s, clock) if redis_url else None
+        self._number: int | None = None
+        self._beat = 0
+        self._written: set[bytes] = set()  # what Redis may hold of our live record
+        self._wake = asyncio.Event()
+        self._sweep_due = False
+        state.on_dirty = self._wake.set
+
+    @property
+    def condition(self) -> str:
+        if self._link is None:
+            return "off"
+        return "ok" if self._link.healthy and self._number is not None else "away"
+
+    @property
+    def errors(self) -> int:
+        return self._link.errors if self._link else 0
+
+    async def run(self) -> None:
+        """Beat, and write what is dirty, until cancelled."""
+        if self._link is None:
+            self._state.on_dirty = self._state.dirty.clear  # nobody will ever ask
+            self._state.dirty.clear()
+            return
+        loop = asyncio.get_running_loop()
+        next_beat_s = loop.time()
+        while True:
+            if loop.time() >= next_beat_s:
+                next_beat_s = loop.time() + self._times.member_beat_s
+                await self._renew()
+            if self._number is not None and self._state.dirty:
+                await self.publish(tuple(islice(self._state.dirty, _BATCH)))
+            elif self._number is not None and self._sweep_due:
+                self._sweep_due = not await self._sweep()
+            await self._rest(next_beat_s - loop.time())
+
+    async def _rest(self, left_s: float) -> None:
+        """Until there is something to write or the next beat is due. While Redis is away only the
+        beat wakes it: seals that go on happening must not turn into a busy loop."""
+        assert self._link is not None
+        if not self._link.healthy or self._number is None:
+            await asyncio.sleep(max(0.0, left_s))
+            return
+        if not self._state.dirty:
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), max(0.0, left_s))
+        await asyncio.sleep(0)
+
+    async def publish(self, keys: Sequence[bytes]) -> bool:
+        """Bring the records of these objects up to date. False leaves the rest dirty for later."""
+        for begin in range(0, len(keys), _BATCH):
+            if not await self._publish_batch(keys[begin : begin + _BATCH]):
+                return False
+        return True
+
+    async def _publish_batch(self, keys: Sequence[bytes]) -> bool:
+        if self._link is None or self._number is None:
+            return False
+        number = self._number
+        names = [record_key(*split_key(key)) for key in keys]
+        records = [self._records(self._state.objects.get(key), number) for key in keys]
+        for key in keys:
+            self._state.dirty.pop(key, None)  # changes from here on mark it anew
+        try:
+            await self._link.script(_REPLACE, names, number.to_bytes(2, "little"), *records)
+        except RedisAway:
+            self._state.dirty.update(dict.fromkeys(keys))
+            return False
+        for key, record in zip(keys, records, strict=True):
+            entry = self._state.objects.get(key)
+            if record and entry is not None:
+                entry.step(VisibilityEvent.LIST)
+        return True
+
+    async def claim(self, entries: Iterable[Entry]) -> frozenset[Entry]:
+        """Those of `entries` that this store may persist: it asked first, or nobody answered."""
+        asked = tuple(entries)
+        if self._link is None or not asked:
+            return frozenset(asked)
+        keys = [claim_key(e.kind, e.facts.namespace, e.facts.digest) for e in asked]
+        life_ms = max(1, round(self._settings.claim_s * 1000))
+
+        async def ask(client: Client) -> list[object]:
+            async with client.pipeline(transaction=False) as pipe:
+                for key in keys:
+                    pipe.set(key, self._uid, nx=True, px=life_ms, get=True)
+                return list(await pipe.execute(raise_on_error=False))
+
+        try:
+            answers = await self._link.call(ask)
+        except RedisAway:
+            return frozenset(asked)
+        # None: the claim is ours now; our own id: an earlier claim, perhaps of an earlier life;
+        # an error (a key of another type): claims only save work, so go on.
+        return frozenset(
+            entry
+            for entry, answer in zip(asked, answers, strict=True)
+            if not isinstance(answer, bytes) or answer == self._uid
+        )
+
+    async def close(self) -> None:
+        """Say that this store lives no more, so that its records count no longer."""
+        if self._link is None:
+            return
+        if self._number is not None:
+            key = store_key(self._number)
+            with contextlib.suppress(RedisAway):  # then the lease ends by itself
+                await self._link.call(lambda client: client.delete(key))
+        await self._link.close()
+
+    async def _renew(self) -> None:
+        """Renew the live record; when Redis does not hold what was written last, it forgot or
+        went back in time, and everything is written again."""
+        assert self._link is not None
+        self._beat += 1
+        live = LiveStore(self._epoch, self._beat, self._uid).pack()
+        life_ms = max(1, round(self._times.member_s * 1000))
+        first = self._number if self._number is not None else int.from_bytes(self._uid[:2], "big")
+        for step in range(_NUMBER_TRIES):
+            number = (first + step) & 0xFFFF
+            key = store_key(number)
+            try:
+                stood = await self._link.script(_BEAT, [key], self._uid, live, life_ms)
+            except RedisAway:
+                if len(self._written) < _BATCH:
+                    self._written.add(live)  # it may have arrived all the same
+                return
+            if stood is not None:
+                break
+        else:
+            log.warning("no free store number in the index; objects are not listed")
+            return
+        if number != self._number or stood not in self._written:
+            self._number = number
+            self._forgotten()
+        self._written = {live}
+
+    def _forgotten(self) -> None:
+        log.info("the index gets all %d objects", len(self._state.objects))
+        for entry in self._state.objects.values():
+            entry.step(VisibilityEvent.UNLIST)
+        self._state.dirty.update(dict.fromkeys(self._state.objects))
+        self._sweep_due = True
+
+    def _records(self, entry: Entry | None, number: int) -> bytes:
+        """What the index shall hold of an object: only what is true at this moment."""
+        if entry is None:
+            return b""
+        out = b""
+        if entry.slot is not None:
+            out += self._record(
+                entry, number, Tier.HOST, ARENA_SEGMENT, entry.slot, entry.generation
+            )
+        if entry.disk is not None and entry.visibility is Visibility.DURABLE:
+            disk = entry.disk
+            out += self._record(entry, number, Tier.SSD, disk.segment, disk.slot, disk.generation)
+        return out
+
+    def _record(
+        self, entry: Entry, number: int, tier: Tier, segment: int, slot: int, generation: int
+    ) -> bytes:
+        return IndexRecord(
+            store=number,
+            tier=tier,
+            kind=entry.kind,
+            epoch=self._epoch,
+            segment=segment,
+            slot=slot,
+            generation=generation,
+            payload_bytes=entry.facts.payload_bytes,
+            checksum=entry.checksum,
+            written_at_s=entry.written_at_s,
+            digest_tail=digest_tail(entry.facts.digest),
+        ).pack()
+
+    async def _sweep(self) -> bool:
+        """Remove records of this store's earlier lives that name objects it no longer has."""
+        assert self._link is not None and self._number is not None
+        mine = self._number.to_bytes(2, "little")
+        removed = 0
+        try:
+            for kind in Kind:
+                cursor = 0
+                while True:
+                    cursor, old = await self._link.call(self._find_old(kind, cursor))
+                    if old:
+                        await self._link.script(_REPLACE, old, mine, *([b""] * len(old)))
+                        removed += len(old)
+                    if not cursor:
+                        break
+                    await asyncio.sleep(0)
+        except RedisAway:
+            return False
+        if removed:
+            log.info("removed %d records of earlier lives from the index", removed)
+        return True
+
+    def _find_old(
+        self, kind: Kind, cursor: int
+    ) -> Callable[[Client], Awaitable[tuple[int, list[bytes]]]]:
+        async def find(client: Client) -> tuple[int, list[bytes]]:
+            following, names = await client.scan(cursor, match=f"{kind.value}:*", count=_BATCH)
+            values = await client.mget(names) if names else []
+            found = zip(names, values, strict=True)
+            return int(following), [name for name, value in found if self._is_old(value)]
+
+        return find
+
+    def _is_old(self, value: bytes | None) -> bool:
+        return any(
+            record.store == self._number and record.epoch != self._epoch
+            for record in unpack_records(value or b"")
+        )

@@ -1,0 +1,143 @@
+"""Which objects lie in the arena, which of them may go, and in what order they go."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from headrace.core.errors import HeadraceError
+from headrace.kvstore.arena import Arena, Region
+from headrace.kvstore.layout import SlotHeader
+from headrace.kvstore.objects import Entry, Saving
+from headrace.kvstore.records import ARENA_SEGMENT
+from headrace.kvstore.settings import Kind
+from headrace.kvstore.slots import SlotPool
+
+
+class StoreDamaged(HeadraceError):
+    """The store's own books do not add up: a bug. Raised by `check` only."""
+
+    code = "store_damaged"
+
+
+def may_leave(entry: Entry) -> bool:
+    """Whether an object's arena slot may be given to another: nobody holds or uses it, and it is on
+    disk or will never be."""
+    return (
+        entry.slot is not None
+        and not entry.dropped
+        and not entry.pins
+        and not entry.leases
+        and entry.saving in (Saving.SAVED, Saving.GIVEN_UP)
+    )
+
+
+class Residents:
+    """The arena's slots and the objects in them; least recently used goes first.
+
+    `on_room` is called when a slot became free or evictable; `on_evict(entry)` before an object
+    loses its slot to another."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.regions: dict[Kind, Region] = {region.kind: region for region in arena.regions}
+        self.pools = {region.kind: SlotPool(region.slots) for region in arena.regions}
+        self.on_room: Callable[[], None] = lambda: None
+        self.on_evict: Callable[[Entry], None] = lambda entry: None
+        self._evictable: dict[Kind, OrderedDict[Entry, None]] = {
+            region.kind: OrderedDict() for region in arena.regions
+        }
+        self._ghosts: set[Entry] = set()  # dropped while pinned: their slot is still in use
+
+    def fits(self, kind: Kind, payload_bytes: int) -> bool:
+        """Whether such an object can have a slot at all."""
+        region = self.regions.get(kind)
+        return region is not None and 0 < payload_bytes <= region.payload_bytes
+
+    def take(self, kind: Kind) -> int | None:
+        """Reserve a slot, evicting if there is need; None when nothing may go. Its header is blank:
+        from here on no reader believes what lay there."""
+        pool = self.pools[kind]
+        slot = pool.take()
+        if slot is None and self._evictable[kind]:
+            entry = next(iter(self._evictable[kind]))
+            self.leave(entry)
+            self.on_evict(entry)
+            slot = pool.take()
+        if slot is not None:
+            self.arena.blank_header(self.regions[kind], slot)
+        return slot
+
+    def give(self, kind: Kind, slot: int) -> None:
+        """A reserved slot comes back unused."""
+        self.pools[kind].give_reserved(slot)
+        self.on_room()
+
+    def enter(self, entry: Entry, slot: int) -> None:
+        """A reserved slot holds this object's payload now; its header makes it readable."""
+        pool, region = self.pools[entry.kind], self.regions[entry.kind]
+        pool.fill(slot)
+        entry.slot, entry.generation = slot, pool.generation(slot)
+        header = SlotHeader(
+            facts=entry.facts,
+            checksum=entry.checksum,
+            segment=ARENA_SEGMENT,
+            slot=slot,
+            generation=entry.generation,
+            written_at_s=entry.written_at_s,
+        )
+        self.arena.write_header(region, slot, header)
+
+    def leave(self, entry: Entry) -> None:
+        """The object's slot is free again; readers of it miss from here on."""
+        assert entry.slot is not None
+        self.arena.blank_header(self.regions[entry.kind], entry.slot)
+        self.pools[entry.kind].give_resident(entry.slot)
+        entry.slot = None
+        self._evictable[entry.kind].pop(entry, None)
+        self.on_room()
+
+    def hide(self, entry: Entry) -> None:
+        """Readers miss from here on, though the slot may still be in use."""
+        if entry.slot is not None:
+            self.arena.blank_header(self.regions[entry.kind], entry.slot)
+
+    def settle(self, entry: Entry) -> None:
+        """After any change: the entry stands among the evictable ones iff it may leave, and the
+        slot of a dropped one is freed as soon as nothing uses it."""
+        if entry.dropped and entry.slot is not None:
+            if entry.pins:
+                self._ghosts.add(entry)
+            else:
+                self._ghosts.discard(entry)
+                self.leave(entry)
+        order = self._evictable[entry.kind]
+        if not may_leave(entry):
+            order.pop(entry, None)
+        elif entry not in order:
+            order[entry] = None
+            self.on_room()
+
+    def touch(self, entry: Entry) -> None:
+        """The object was used: it leaves the arena later than others."""
+        order = self._evictable[entry.kind]
+        if entry in order:
+            order.move_to_end(entry)
+
+    def check(self, objects: Iterable[Entry]) -> None:
+        """Count anew. Raises `StoreDamaged` naming what does not add up."""
+        known = [*objects, *self._ghosts]
+        for kind, pool in self.pools.items():
+            entries = [entry for entry in known if entry.kind is kind]
+            slots = [entry.slot for entry in entries if entry.slot is not None]
+            if len(set(slots)) != len(slots) or len(slots) != pool.resident:
+                raise StoreDamaged(f"{kind}: {len(slots)} objects in {pool.resident} slots")
+            if pool.free_slots() & set(slots):
+                raise StoreDamaged(f"{kind}: a slot is free and holds an object")
+            if pool.free + pool.reserved + pool.resident != pool.total:
+                raise StoreDamaged(
+                    f"{kind}: {pool.free} free, {pool.reserved} reserved and {pool.resident}"
+                    f" resident of {pool.total} slots"
+                )
+            if {e for e in entries if may_leave(e)} != set(self._evictable[kind]):
+                raise StoreDamaged(f"{kind}: an object is wrongly evictable or wrongly held")

@@ -1,0 +1,320 @@
+"""Segment files: where objects outlive the process. Blocking; called from I/O threads only.
+
+A segment is one preallocated file with slots of one kind. All of them are taken at start, so a full
+disk is an error at start and never later. A segment is used from its first slot to its last and
+then reused as a whole, oldest first: its generation is raised on disk *before* any slot is written
+again, and a slot whose header carries another generation is free.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.core import faults
+from headrace.core.errors import ConfigError
+from headrace.kvstore.layout import (
+    HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    VERSION,
+    Buffer,
+    SegmentHeader,
+    SlotHeader,
+    slot_bytes,
+)
+from headrace.kvstore.objects import DiskPlace
+from headrace.kvstore.settings import Kind, StoreSettings
+
+log = logging.getLogger(__name__)
+_BLANK = bytes(HEADER_BYTES)
+
+
+class FileCalls:
+    """The system calls on segment files; tests put failing ones in their place."""
+
+    def pwrite(self, descriptor: int, data: Buffer, offset: int) -> int:
+        return os.pwrite(descriptor, data, offset)
+
+    def preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return os.preadv(descriptor, buffers, offset)
+
+    def sync(self, descriptor: int) -> None:
+        os.fdatasync(descriptor)
+
+
+class Segment:
+    """One open file. `used` is the next slot to be written; `header` as it stands on disk."""
+
+    def __init__(self, number: int, descriptor: int, header: SegmentHeader, size_bytes: int):
+        self.number = number
+        self.descriptor = descriptor
+        self.header = header
+        self.size_bytes = size_bytes
+        self.used = 0
+
+    @property
+    def full(self) -> bool:
+        return self.used >= self.header.slots
+
+    def slot_begin(self, slot: int) -> int:
+        return SEGMENT_HEADER_BYTES + slot * self.header.slot_bytes
+
+
+class SegmentFiles:
+    """All segments of one directory. The directory's lock must be held (`lock_directory`).
+
+    Not thread-safe for writing: one thread writes; any may read."""
+
+    def __init__(self, settings: StoreSettings, calls: FileCalls | None = None) -> None:
+        self._settings = settings
+        self._calls = calls or FileCalls()
+        self._slot_bytes = {
+            Kind.KV: slot_bytes(settings.block_bytes),
+            Kind.SWA: slot_bytes(settings.window_bytes),
+        }
+        self.uid = b""
+        self.segments: list[Segment] = []
+        self._open: dict[Kind, Segment] = {}
+        self.damaged_headers = 0
+
+    # start -----------------------------------------------------------------------------------
+
+    def open(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Open or make all files and take their space. Raises `ConfigError` when the disk has not
+        enough, or holds files that another version or another store wrote."""
+        size = self._settings.segment_bytes
+        count = self._settings.ssd_bytes // size
+        least = SEGMENT_HEADER_BYTES + max(self._slot_bytes.values())
+        if size < least:
+            raise ConfigError(f"segment_bytes must be at least {least} for one slot, got {size}")
+        if count < 2:
+            raise ConfigError(
+                f"ssd_bytes must be at least {2 * size}, two segments of segment_bytes,"
+                f" got {self._settings.ssd_bytes}"
+            )
+        directory = Path(self._settings.directory)
+        for number in range(count):
+            self.segments.append(self._open_file(directory / _name(number), number, size))
+            if progress is not None:
+                progress(number + 1, count)
+        self._remove_surplus(directory, count)
+        self.uid = self.uid or secrets.token_bytes(8)
+
+    def _open_file(self, path: Path, number: int, size: int) -> Segment:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            header = self._read_segment_header(descriptor, number)
+            known = os.fstat(descriptor).st_size
+            if header.kind is None or known < size:
+                try:
+                    os.posix_fallocate(descriptor, 0, size)
+                except OSError as error:
+                    raise ConfigError(
+                        f"ssd_bytes: {self._settings.ssd_bytes} bytes could not be taken"
+                        f" ({error.strerror} at segment {number})"
+                    ) from None
+            return Segment(number, descriptor, header, max(size, known))
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def _read_segment_header(self, descriptor: int, number: int) -> SegmentHeader:
+        data = os.pread(descriptor, SEGMENT_HEADER_BYTES, 0)
+        header = SegmentHeader.unpack(data)
+        if isinstance(header, int):
+            raise ConfigError(
+                f"segment {number} has format version {header}, this build reads {VERSION}"
+            )
+        if header is None:
+            if any(data):
+                self.damaged_headers += 1
+                log.warning("segment %d has a damaged header; what it held is lost", number)
+            last = self._last_generation(descriptor, number) if any(data) else 0
+            return SegmentHeader(None, 0, 0, number, last, 0, b"")
+        if header.segment != number or (self.uid and header.uid != self.uid):
+            raise ConfigError(f"segment {number} belongs to another store, or is another's copy")
+        self.uid = header.uid
+        return header
+
+    def _last_generation(self, descriptor: int, number: int) -> int:
+        # Without its header a segment's generation is known from its slots only. The next use must
+        # be newer than all of them, or old slots would come to life again.
+        last = 0
+        for end in range(4096, os.fstat(descriptor).st_size + 1, 4096):
+            header = SlotHeader.unpack(os.pread(descriptor, HEADER_BYTES, end - HEADER_BYTES))
+            if header is not None and header.segment == number:
+                last = max(last, header.generation)
+        return last
+
+    def _remove_surplus(self, directory: Path, count: int) -> None:
+        for path in sorted(directory.glob("segment-*.seg")):
+            if path.name not in {_name(number) for number in range(count)}:
+                log.warning("removed %s: ssd_bytes became smaller", path.name)
+                path.unlink()
+
+    def scan(self) -> Iterator[tuple[SlotHeader, DiskPlace]]:
+        """Every object that the headers on disk name, oldest segment first. Payloads are not read:
+        each is verified when it is used. Sets where writing goes on."""
+        for segment in sorted(self.segments, key=lambda s: s.header.sequence):
+            kind = segment.header.kind
+            if kind is None:
+                continue
+            for slot in range(segment.header.slots):
+                end = segment.slot_begin(slot + 1)
+                data = os.pread(segment.descriptor, HEADER_BYTES, end - HEADER_BYTES)
+                header = SlotHeader.unpack(data)
+                place = DiskPlace(segment.number, slot, segment.header.generation)
+                if header is not None and _stands_at(header, place) and header.facts.kind is kind:
+                    segment.used = slot + 1
+                    yield header, place
+            if segment.header.slot_bytes == self._slot_bytes[kind]:
+                self._open[kind] = segment  # the newest one wins
+
+    # writing ---------------------------------------------------------------------------------
+
+    def next_place(self, kind: Kind) -> DiskPlace | None:
+        """The next slot to write; None when the open segment of this kind is full or there is
+        none. Touches no disk."""
+        segment = self._open.get(kind)
+        if segment is None or segment.full:
+            return None
+        place = DiskPlace(segment.number, segment.used, segment.header.generation)
+        segment.used += 1
+        return place
+
+    def candidates(self, kind: Kind) -> Iterable[Segment]:
+        """Segments that may be used next, best first: free ones, then the oldest."""
+        busy = {segment.number for segment in self._open.values() if not segment.full}
+        rest = [segment for segment in self.segments if segment.number not in busy]
+        return sorted(rest, key=lambda s: s.header.sequence)
+
+    def recycle(self, segment: Segment, kind: Kind) -> None:
+        """Give a segment a new life for `kind`: raise its generation on disk, sync, then use it.
+
+        The caller has dropped what it held. Raises `OSError`; the segment then stays as it is."""
+        size = self._slot_bytes[kind]
+        old = segment.header
+        header = replace(
+            old,
+            kind=kind,
+            slot_bytes=size,
+            slots=(self._settings.segment_bytes - SEGMENT_HEADER_BYTES) // size,
+            generation=(old.generation + 1) & 0xFFFF_FFFF,
+            sequence=max(s.header.sequence for s in self.segments) + 1,
+            uid=self.uid,
+        )
+        self._write_all(segment.descriptor, header.pack(), 0)
+        self._calls.sync(segment.descriptor)
+        segment.header = header
+        segment.used = 0
+        self._open[kind] = segment
+        if segment.size_bytes > self._settings.segment_bytes:  # configured smaller than before
+            os.ftruncate(segment.descriptor, self._settings.segment_bytes)
+            segment.size_bytes = self._settings.segment_bytes
+
+    def write(self, place: DiskPlace, payload: Buffer, header: SlotHeader) -> None:
+        """Write one slot, its header last. Not synced. Raises `OSError`."""
+        segment = self.segments[place.segment]
+        begin = segment.slot_begin(place.slot)
+        self._write_all(segment.descriptor, payload, begin)
+        if faults.hit("store.segment_write") == "flip":  # between the two: a torn slot
+            self._write_all(segment.descriptor, bytes((payload[0] ^ 1,)), begin)
+        data = replace(
+            header, segment=place.segment, slot=place.slot, generation=place.generation
+        ).pack()
+        end = segment.slot_begin(place.slot + 1)
+        self._write_all(segment.descriptor, data, end - HEADER_BYTES)
+
+    def sync(self, numbers: Iterable[int]) -> None:
+        """Make the written slots of these segments durable. Raises `OSError`."""
+        for number in sorted(set(numbers)):
+            self._calls.sync(self.segments[number].descriptor)
+
+    def erase(self, place: DiskPlace) -> None:
+        """Blank a slot's header, if the slot still belongs to that use. Raises `OSError`."""
+        segment = self.segments[place.segment]
+        if segment.header.generation == place.generation and place.slot < segment.header.slots:
+            end = segment.slot_begin(place.slot + 1)
+            self._write_all(segment.descriptor, _BLANK, end - HEADER_BYTES)
+
+    def _write_all(self, descriptor: int, data: Buffer, offset: int) -> None:
+        view = memoryview(data)
+        while view:
+            written = self._calls.pwrite(descriptor, view, offset)
+            if written <= 0:
+                raise OSError("a write took nothing")
+            view, offset = view[written:], offset + written
+
+    # reading ---------------------------------------------------------------------------------
+
+    def read(self, place: DiskPlace, dest: memoryview) -> SlotHeader | None:
+        """Read a slot's payload into `dest` (as long as the payload) and return its header; None
+        when the slot is not what `place` says or cannot be read. The payload is not verified."""
+        segment = self.segments[place.segment]
+        if place.slot >= segment.header.slots:
+            return None
+        end = segment.slot_begin(place.slot + 1)
+        data = memoryview(bytearray(HEADER_BYTES))
+        try:
+            whole = self._read_all(segment.descriptor, data, end - HEADER_BYTES)
+            header = SlotHeader.unpack(data) if whole else None
+            if (
+                header is None
+                or not _stands_at(header, place)
+                or header.facts.payload_bytes != len(dest)
+                or not self._read_all(segment.descriptor, dest, segment.slot_begin(place.slot))
+            ):
+                return None
+        except OSError as error:
+            log.warning("a slot of segment %d could not be read: %s", place.segment, error.strerror)
+            return None
+        return header
+
+    def _read_all(self, descriptor: int, dest: memoryview, offset: int) -> bool:
+        while dest:
+            got = self._calls.preadv(descriptor, [dest], offset)
+            if got <= 0:
+                return False
+            dest, offset = dest[got:], offset + got
+        return True
+
+    def close(self) -> None:
+        for segment in self.segments:
+            os.close(segment.descriptor)
+        self.segments.clear()
+
+
+def lock_directory(directory: str) -> int:
+    """Take the directory for this process: a descriptor, whose closing (or the process's end) gives
+    it back. Raises `ConfigError` naming the owner when there is one."""
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+        os.close(descriptor)
+        raise ConfigError(
+            f"directory: one store process may own it, process {owner or '?'} does"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor
+
+
+def _name(number: int) -> str:
+    return f"segment-{number:06d}.seg"
+
+
+def _stands_at(header: SlotHeader, place: DiskPlace) -> bool:
+    return (header.segment, header.slot, header.generation) == (
+        place.segment,
+        place.slot,
+        place.generation,
+    )

@@ -1,0 +1,205 @@
+"""Write-behind: sealed objects become durable without anybody waiting for it.
+
+    claim -> slot write (payload, then header) -> group sync -> index publish
+
+A group is closed after `group_bytes` or `group_s`. Whatever fails costs the objects concerned their
+persistence and nothing else: they stay in the arena until somebody needs the room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from headrace.core import faults
+from headrace.core.errors import HeadraceError
+from headrace.kvstore.breaker import Breaker
+from headrace.kvstore.layout import SlotHeader, checksum
+from headrace.kvstore.objects import DiskPlace, Entry
+from headrace.kvstore.publisher import Publisher
+from headrace.kvstore.segments import SegmentFiles
+from headrace.kvstore.settings import Kind, StoreSettings
+from headrace.kvstore.state import StoreState
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_BATCH_BYTES = 8 << 20  # written in one go of the I/O thread
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    entry: Entry
+    place: DiskPlace
+
+
+class Writer:
+    """The one writer of a store's segments. `run` is its task; all I/O is in one thread."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        files: SegmentFiles,
+        publisher: Publisher,
+        settings: StoreSettings,
+        thread: ThreadPoolExecutor,
+    ) -> None:
+        self._state = state
+        self._files = files
+        self._publisher = publisher
+        self._settings = settings
+        self._thread = thread
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._disk = Breaker(state.clock, failures=3, rest_s=5.0)
+        self.recycled = 0
+        self.errors = 0
+        state.on_unsaved = self._wake.set
+
+    async def run(self) -> None:
+        """Write until `stop`; then write what is left, and return."""
+        while True:
+            if not self._stopping:
+                await self._wake.wait()
+            self._wake.clear()
+            await self._erase()
+            group = await self._collect()
+            await self._commit(group)
+            if self._stopping and not group:
+                return
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+
+    async def _collect(self) -> list[_Write]:
+        """Write objects as they are sealed, until the group is large or old enough."""
+        loop = asyncio.get_running_loop()
+        closes_s = loop.time() + self._settings.group_s
+        group: list[_Write] = []
+        total = 0
+        while total < self._settings.group_bytes:
+            batch = self._state.take_unsaved(_BATCH_BYTES)
+            if batch:
+                group += await self._write(batch)
+                total += sum(entry.facts.payload_bytes for entry in batch)
+                continue
+            left_s = closes_s - loop.time()
+            if left_s <= 0 or self._stopping or not group:
+                break
+            try:
+                await asyncio.wait_for(self._wake.wait(), left_s)
+            except TimeoutError:
+                break
+            self._wake.clear()
+        return group
+
+    async def _write(self, batch: Sequence[Entry]) -> list[_Write]:
+        # A disk that fails is left alone for a while: each try may cost a segment's contents.
+        claimed = await self._publisher.claim(batch) if self._disk.admits() else frozenset()
+        writes: list[_Write] = []
+        for entry in batch:
+            place = await self._place(entry.kind) if entry in claimed else None
+            if place is None:
+                self._state.count.unsaved += 1
+                self._state.not_saved(entry)
+            else:
+                writes.append(_Write(entry, place))
+        done = await self._in_thread(lambda: [self._write_one(write) for write in writes])
+        for write, good in zip(writes, done, strict=True):
+            if not good:
+                self._failed()
+                self._state.not_saved(write.entry, write.place)
+        return [write for write, good in zip(writes, done, strict=True) if good]
+
+    def _write_one(self, write: _Write) -> bool:
+        # In the I/O thread. The entry is pinned, so its slot stays; a client that wrote over it
+        # nevertheless must not get its bytes to disk under a sound header.
+        entry, arena = write.entry, self._state.residents.arena
+        region = self._state.residents.regions[entry.kind]
+        if entry.slot is None:
+            return False
+        payload = arena.payload(region, entry.slot, entry.facts.payload_bytes)
+        if checksum(payload) != entry.checksum:
+            return False
+        header = SlotHeader(entry.facts, entry.checksum, 0, 0, 0, entry.written_at_s)
+        try:
+            self._files.write(write.place, payload, header)
+            return True
+        except (OSError, HeadraceError) as error:
+            log.warning("an object was not written: %s", type(error).__name__)
+            return False
+
+    async def _place(self, kind: Kind) -> DiskPlace | None:
+        """The next slot on disk, recycling the oldest segment that nobody holds if need be.
+
+        Order: forget what it held, raise its generation on disk, sync, drop the records, reuse."""
+        place = self._files.next_place(kind)
+        if place is not None:
+            return place
+        for segment in self._files.candidates(kind):
+            if not self._state.segment_is_free(segment.number):
+                continue
+            used = segment.header.kind is not None
+            keys = self._state.drop_segment(segment.number)
+            try:
+                await self._in_thread(partial(self._files.recycle, segment, kind))
+            except OSError as error:
+                log.warning("segment %d cannot be reused: %s", segment.number, error.strerror)
+                self._failed()
+                return None
+            self.recycled += used
+            if keys:
+                await self._publisher.publish(keys)  # if not now, later: readers verify anyway
+            return self._files.next_place(kind)
+        return None
+
+    async def _commit(self, group: Sequence[_Write]) -> None:
+        """Sync, tell the state, publish."""
+        if not group:
+            return
+        numbers = {write.place.segment for write in group}
+
+        def sync() -> None:
+            faults.hit("store.before_sync")
+            self._files.sync(numbers)
+
+        try:
+            await self._in_thread(sync)
+        except (OSError, HeadraceError) as error:
+            # After a failed sync the kernel may have dropped the dirty data: nothing of this group
+            # may be believed to be on disk.
+            self._failed()
+            log.warning("a group of %d objects was not synced: %s", len(group), error)
+            for write in group:
+                self._state.not_saved(write.entry, write.place)
+            return
+        self._disk.success()
+        for write in group:
+            self._state.saved(write.entry, write.place)
+        try:
+            faults.hit("store.before_index")
+            await self._publisher.publish([write.entry.key for write in group])
+            faults.hit("store.after_index")
+        except HeadraceError:
+            log.warning("publishing was interrupted; the records follow later")
+
+    async def _erase(self) -> None:
+        places, self._state.to_erase = self._state.to_erase, []
+        for place in places:
+            try:
+                await self._in_thread(partial(self._files.erase, place))
+            except OSError as error:
+                self._failed()
+                log.warning("a damaged slot could not be blanked: %s", error.strerror)
+
+    def _failed(self) -> None:
+        self.errors += 1
+        self._disk.failure()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
