@@ -79,6 +79,12 @@ JOB_TABLE: StateTable[JobState, JobEvent] = StateTable(
         # What the engine finished before it saw the release, and rows after a cut.
         | {(s, e) for s in (_S.SEALING, *TERMINAL) for e in (_E.PRODUCT, _E.ROWS_DONE)}
         | {(s, _E.CUT_SHORT) for s in (_S.SEALING, *TERMINAL)}
+        # What the job's own task had in hand when the job ended under it.
+        | {
+            (s, e)
+            for s in TERMINAL
+            for e in (_E.FOUND, _E.ALL_STORED, _E.ADMITTED, _E.STARTED, _E.ALL_TOLD)
+        }
         # An answer to something we did not say; nothing depends on it.
         | {(s, _E.ACK) for s in JobState if s is not _S.DONE}
     ),
@@ -96,6 +102,10 @@ class Counts:
     sealed_blocks: int = 0
     cut_short: int = 0
     encoder_rows: int = 0
+
+
+class Over(Exception):
+    """The job ended while its task was on its way to the next state."""
 
 
 @dataclass(eq=False)
@@ -135,6 +145,11 @@ class Job:
         step = JOB_TABLE.step(self.state, event, self.key)
         self.state = step.state
         return not step.ignored
+
+    def advance(self, event: JobEvent) -> None:
+        """A step that the job's own task decided on. Raises `Over` when the job has ended."""
+        if not self.step(event):
+            raise Over
 
 
 def window_candidates(

@@ -8,6 +8,7 @@ All of it runs on one event loop; only copies into engine blocks happen in a thr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,15 +28,13 @@ from headrace.core.ids import Digest, JobKey
 from headrace.core.limits import LeaseTimes
 from headrace.core.messages import (
     BlocksReady,
-    Cancel,
     JobFailed,
     Place,
     PrefillDone,
     PrefillJob,
-    WindowReady,
 )
 from headrace.core.peers import Peer
-from headrace.core.rows import GRAIN, RowPlan, plan_prefill, record_position
+from headrace.core.rows import GRAIN, RowPlan, plan_prefill
 from headrace.engine import (
     Admission,
     BlockDone,
@@ -49,14 +48,13 @@ from headrace.engine import (
     WindowDone,
 )
 from headrace.engine import Job as EngineJob
-from headrace.kvstore import Kind, StoreClient
+from headrace.kvstore import StoreClient
 from headrace.prefill.jobs import TERMINAL, Counts, Job, JobEvent, JobState, window_candidates
 from headrace.prefill.links import DecodeLinks
+from headrace.prefill.seal import SEAL_BATCH, Sealer
 
 log = logging.getLogger(__name__)
 
-SEAL_BATCH = 16  # blocks put in one round trip
-SEAL_WAIT_S = 0.25  # one wait for room; between two, a cancel is noticed
 _RETRYABLE = (ReplicaLost, Overloaded, faults.InjectedFault)
 
 
@@ -84,14 +82,15 @@ class Prefiller:
         self._leases = leases
         self._clock = clock
         self._on_ended = on_ended
+        self.counts = Counts()
         self._attempts = Attempts()
         self._in_line = asyncio.Lock()  # first come, first served: asyncio wakes in this order
         self._room = asyncio.Event()  # something was given back to the engine
         self._closing: set[asyncio.Task[None]] = set()
+        self._sealer = Sealer(engine, store, leases, clock, self.counts)
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="prefill-fill")
         self._steps_seen = 0
         self.jobs: dict[JobKey, Job] = {}
-        self.counts = Counts()
         self.draining = False
 
     # ---- what arrives ----------------------------------------------------------------------
@@ -133,9 +132,6 @@ class Prefiller:
         else:
             self._end(job, JobEvent.CANCEL)
 
-    def cancelled(self, router: Peer, message: Cancel) -> None:
-        self.cancel(message.key)
-
     def acknowledged(self, key: JobKey) -> None:
         """Decode copied everything. The leases are its own by now; nothing is left to do here."""
         job = self.jobs.get(key)
@@ -175,6 +171,8 @@ class Prefiller:
         try:
             async with asyncio.timeout(job.request.deadline_s):
                 await self._walk(job)
+        except Over:
+            pass
         except TimeoutError:
             limit = DeadlineExceeded("the request's time ran out in prefill")
             self._end(job, JobEvent.ERROR, limit)
@@ -192,13 +190,13 @@ class Prefiller:
         job.decode = await self._links.get(job.message.decode_address)
         job.places = await self._store.open_prefix(request.digests, job.key)
         job.hit_blocks = len(job.places)
-        await self._tell_blocks(job, 0, job.places)
+        await self._sealer.tell_blocks(job, 0, job.places)
         plan, window = await self._plan(job, verify=False)
         begun_s = self._clock.now_s()
         if plan.encoder_rows:
-            job.step(JobEvent.FOUND)
+            job.advance(JobEvent.FOUND)
             admission = await self._admit(job)
-            job.step(JobEvent.ADMITTED)
+            job.advance(JobEvent.ADMITTED)
             begun_s = self._clock.now_s()
             # Blocks at or above the last row are not read here; decode verifies them itself.
             fills = tuple(f for f in admission.fills if f.index < plan.end // GRAIN)
@@ -206,17 +204,19 @@ class Prefiller:
             plan, window = await self._plan(job, verify=True)
         self.counts.hit_blocks += job.hit_blocks
         if plan.encoder_rows:
-            job.step(JobEvent.STARTED)  # before the call: events may come back before it returns
+            _advance(
+                job, JobEvent.STARTED
+            )  # before the call: events may come back before it returns
             await self._driver.call(self._engine.start, job.key, plan, window)
             await self._produce(job, plan)
         else:
-            job.step(JobEvent.ALL_STORED)
+            job.advance(JobEvent.ALL_STORED)
         run_s = self._clock.now_s() - begun_s
         self.counts.encoder_rows += job.encoder_rows
         done = PrefillDone(job.key, job.encoder_rows, job.hit_blocks * GRAIN, run_s)
         await job.decode.link.send(done)
+        job.advance(JobEvent.ALL_TOLD)
         job.router.post(done)
-        job.step(JobEvent.ALL_TOLD)
         self._close_later(job)
 
     async def _plan(self, job: Job, *, verify: bool) -> tuple[RowPlan, bytes | None]:
@@ -237,7 +237,7 @@ class Prefiller:
             payload = self._read_window(place, digest) if verify and plan.encoder_rows else b""
             if payload is not None:
                 if (verify or not plan.encoder_rows) and plan.window_position == position:
-                    await self._tell_window(job, position, digest, place)
+                    await self._sealer.tell_window(job, position, digest, place)
                 return plan, payload or None
             candidates = [c for c in candidates if c[0] < position]
         return plan_prefill(n_tokens, hit, keep_tokens, (), geometry), None
@@ -292,7 +292,7 @@ class Prefiller:
                 events.append(job.events.get_nowait())
             faults.hit("prefill.chunk")
             blocks = [event for event in events if isinstance(event, BlockDone)]
-            if blocks and not await self._seal_blocks(job, blocks):
+            if blocks and not await self._sealer.blocks(job, blocks):
                 self.counts.cut_short += 1
                 if job.step(JobEvent.CUT_SHORT):
                     job.encoder_rows = reached - plan.start
@@ -303,86 +303,9 @@ class Prefiller:
                 reached = (blocks[-1].index + 1) * GRAIN
             for event in events:
                 if isinstance(event, WindowDone):
-                    await self._seal_window(job, event)
+                    await self._sealer.window(job, event)
             if any(isinstance(event, RowsDone) for event in events):
                 return
-
-    async def _seal_blocks(self, job: Job, blocks: list[BlockDone]) -> bool:
-        """Blocks of one batch follow each other. False when the store did not take them all."""
-        items = [(event.digest, self._engine.block_view(event.block)) for event in blocks]
-        first = blocks[0].index
-        places = await self._seal(job, items, first)
-        await self._tell_blocks(job, first, places)
-        self.counts.sealed_blocks += len(places)
-        return len(places) == len(items)
-
-    async def _seal(
-        self, job: Job, items: list[tuple[Digest, memoryview]], first: int
-    ) -> tuple[Place, ...]:
-        """Put blocks, waiting for room while the store is there: a full arena is backpressure.
-        Returns the places of the leading ones that it took."""
-        if faults.hit("prefill.seal") == "drop":
-            return ()
-        request, done = job.request, list[Place]()
-        give_up_s = self._clock.now_s() + self._leases.handoff_s
-        while len(done) < len(items):
-            index = first + len(done)
-            answers = await self._store.put(
-                Kind.KV,
-                items[len(done) :],
-                lease=job.key,
-                wait_s=SEAL_WAIT_S,
-                parent=request.digests[index - 1] if index else request.chain_root,
-                first_block=index,
-                domain=request.domain,
-            )
-            taken = [place for place in answers[: _leading(answers)] if place is not None]
-            done += taken
-            if len(done) == len(items) or not self._store.connected:
-                break
-            if self._clock.now_s() >= give_up_s:
-                break
-            if not taken:
-                await asyncio.sleep(SEAL_WAIT_S / 5)
-        return tuple(done)
-
-    async def _seal_window(self, job: Job, event: WindowDone) -> None:
-        """The record at p belongs to the hand-off; others are for later turns and may be dropped.
-        A missing one costs decode rows, never the text, so nobody waits for it."""
-        request = job.request
-        block = request.digests[event.position // GRAIN - 1]
-        digest = window_digest(block)
-        wanted = event.position == record_position(request.n_tokens, request.keep_tokens)
-        (place,) = await self._store.put(
-            Kind.SWA,
-            [(digest, event.payload)],
-            lease=job.key if wanted else None,
-            wait_s=SEAL_WAIT_S if wanted else 0.0,
-            parent=block,
-            first_block=event.position // GRAIN,
-            domain=request.domain,
-        )
-        if wanted and place is not None:
-            await self._tell_window(job, event.position, digest, place)
-
-    async def _tell_blocks(self, job: Job, first: int, places: Sequence[Place]) -> None:
-        if places:
-            digests = job.request.digests[first : first + len(places)]
-            await self._tell(job, BlocksReady(job.key, first, digests, tuple(places)))
-
-    async def _tell_window(self, job: Job, position: int, digest: Digest, place: Place) -> None:
-        request = job.request
-        if position == record_position(request.n_tokens, request.keep_tokens):
-            await self._tell(job, WindowReady(job.key, position, digest, place))
-
-    async def _tell(self, job: Job, message: BlocksReady | WindowReady) -> None:
-        assert job.decode is not None
-        action = faults.hit("prefill.announce")
-        if action == "drop":
-            return
-        await job.decode.link.send(message)
-        if action == "duplicate":
-            await job.decode.link.send(message)
 
     # ---- ends ------------------------------------------------------------------------------
 
@@ -411,7 +334,8 @@ class Prefiller:
         assert job.task is not None
         job.task.cancel()
         await asyncio.wait([job.task])
-        await self._driver.call(self._engine.release, job.key)
+        with contextlib.suppress(Unavailable):  # an engine that ended holds nothing
+            await self._driver.call(self._engine.release, job.key)
         self._room.set()
         if job.state is not JobState.DONE:
             await self._store.release(job.key)
@@ -439,8 +363,3 @@ class Prefiller:
         while self._closing:
             await asyncio.wait(tuple(self._closing))
         self._copies.shutdown(wait=True)
-
-
-def _leading(answers: Sequence[Place | None]) -> int:
-    """How many leading answers are places."""
-    return next((i for i, place in enumerate(answers) if place is None), len(answers))

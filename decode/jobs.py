@@ -1,0 +1,148 @@
+"""What one decode job knows, from its DecodeJob to its terminal event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from headrace.core.ids import Digest, JobKey
+from headrace.core.messages import DecodeJob, Place, StageTimes
+from headrace.core.peers import Peer
+from headrace.core.request import GenRequest
+from headrace.core.rows import GRAIN, RowPlan, StartKind, floor_grain
+from headrace.decode.handoff import (
+    DECODE_TABLE,
+    DecodeEvent,
+    DecodeState,
+    Handoff,
+    known_digests,
+    windows_to_hold,
+)
+from headrace.engine import Fill
+
+_WAITING = (DecodeState.QUEUED_OPEN, DecodeState.QUEUED_TOLD)
+_BEFORE_ROWS = (*_WAITING, DecodeState.AWAITING, DecodeState.LOADING)
+
+
+@dataclass
+class Stages:
+    """Seconds and counts of one job, for `StageTimes`. Mutable."""
+
+    arrived_s: float
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+    load_s: float = 0.0
+    load_bytes: int = 0
+    encoder_rows: int = 0
+    decoder_rows: int = 0
+    committed_blocks: int = 0
+
+
+class Over(Exception):
+    """The job ended while its task was on its way to the next state."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One job. Mutable; `state` moves by `DECODE_TABLE` only.
+
+    `router` asked for it and gets its tokens; `source` is the prefill replica that announces
+    blocks (None before its first frame). `told` is set when no announcement is to come, `settled`
+    while no load is in flight. `digests` grows with the blocks completed here."""
+
+    message: DecodeJob
+    router: Peer
+    stages: Stages
+    state: DecodeState = DecodeState.QUEUED_OPEN
+    source: Peer | None = None
+    task: asyncio.Task[None] | None = None
+    handoff: Handoff = field(init=False)
+    digests: list[Digest] = field(init=False)
+    progress_s: float = field(init=False)
+    fills: dict[int, Fill] = field(default_factory=dict)
+    loads: set[asyncio.Task[None]] = field(default_factory=set)
+    waiting_loads: list[tuple[int, Place]] = field(default_factory=list)  # told before admission
+    windows: dict[int, bytes] = field(default_factory=dict)  # delivered, verified
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    plan: RowPlan | None = None
+    held_windows: deque[tuple[int, bytes]] = field(init=False)  # made while decoding
+    length_tokens: int = 0  # known and generated tokens, from the first one generated here on
+    deadline: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        known = known_digests(self.request, self.message.generated_ids)
+        self.handoff = Handoff(known)
+        self.digests = list(known)
+        self.progress_s = self.stages.arrived_s
+        self.held_windows = deque(maxlen=windows_to_hold(self.request.keep_tokens))
+        if not self.message.await_prefill:
+            self.state = DecodeState.QUEUED_TOLD
+            self.told.set()
+
+    @property
+    def request(self) -> GenRequest:
+        return self.message.request
+
+    @property
+    def key(self) -> JobKey:
+        return self.message.request.key
+
+    @property
+    def known_tokens(self) -> int:
+        """Prompt and what former attempts generated."""
+        return self.request.n_tokens + len(self.message.generated_ids)
+
+    @property
+    def waits_for_room(self) -> bool:
+        return self.state in _WAITING
+
+    @property
+    def rows_to_come(self) -> int:
+        """Estimate of the rows that the engine does not know of: what the hit leaves, and for a
+        hand-off that is not complete what it leaves at best."""
+        if self.state not in _WAITING:
+            return 0
+        if self.message.await_prefill:
+            return min(self.known_tokens, self.request.keep_tokens + GRAIN)
+        return self.known_tokens - self.handoff.verified_blocks * GRAIN
+
+    def step(self, event: DecodeEvent) -> bool:
+        """Move by one event; False when it was late or a duplicate. Raises `IllegalTransition`."""
+        step = DECODE_TABLE.step(self.state, event, self.key)
+        self.state = step.state
+        return not step.ignored
+
+    def advance(self, event: DecodeEvent) -> None:
+        """A step that the job's own task decided on. Raises `Over` when the job has ended."""
+        if not self.step(event):
+            raise Over
+
+    def windows_to_commit(self, length_tokens: int) -> list[tuple[int, bytes]]:
+        """Records made while decoding that the next turn may start from: at or above
+        floor(length - keep), where its p lies, and whose block is known."""
+        first = max(GRAIN, floor_grain(max(0, length_tokens - self.request.keep_tokens)))
+        return [
+            (position, payload)
+            for position, payload in self.held_windows
+            if position >= first and position // GRAIN <= len(self.digests)
+        ]
+
+    def times(self, now_s: float) -> StageTimes:
+        """The stages so far, as sent with the terminal item."""
+        stages, plan = self.stages, self.plan
+        started = stages.started_s or now_s
+        first = stages.first_token_s or now_s
+        return StageTimes(
+            wait_s=started - stages.arrived_s,
+            load_s=stages.load_s,
+            load_bytes=stages.load_bytes,
+            replay_s=first - started,
+            encoder_rows=stages.encoder_rows,
+            decoder_rows=stages.decoder_rows,
+            hit_tokens=plan.write_floor if plan else 0,
+            window_position=plan.window_position if plan else 0,
+            start_kind=str(plan.kind) if plan else str(StartKind.COLD),
+            decode_s=now_s - first,
+            committed_blocks=stages.committed_blocks,
+        )

@@ -1,0 +1,194 @@
+"""Loads announced objects in the background and verifies them before anything is built on them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import xxhash
+
+from headrace.core import faults
+from headrace.core.chain import window_digest
+from headrace.core.clock import Clock
+from headrace.core.ids import Digest
+from headrace.core.messages import BlocksReady, Place, WindowReady
+from headrace.core.rows import GRAIN, RowPlan, StartKind
+from headrace.decode.handoff import TERMINAL, Counts, make_plan, window_candidates
+from headrace.decode.jobs import Job
+from headrace.engine import Engine
+from headrace.kvstore import StoreClient
+
+log = logging.getLogger(__name__)
+
+
+def read_verified(store: StoreClient, place: Place, digest: Digest, n_bytes: int) -> bytes | None:
+    """The payload of `n_bytes` at `place`, or None when it is not what was announced.
+
+    The store's reader compares with the arena's header; the copy is then compared once more with
+    the checksum that travelled in the announcement, because a header may have been written anew
+    together with its payload. From any thread; no input or output but memory."""
+    if place.payload_bytes != n_bytes:
+        return None
+    buffer = bytearray(n_bytes)
+    if not store.read_into(place, digest, buffer):
+        return None
+    if faults.hit("decode.load") == "flip":
+        buffer[n_bytes // 2] ^= 1
+    if xxhash.xxh3_64_intdigest(buffer) != place.checksum:
+        return None
+    return bytes(buffer)
+
+
+def load_blocks(
+    store: StoreClient,
+    items: list[tuple[int, Place, Digest]],
+    n_bytes: int,
+    write: Callable[[int, bytes], bool],
+) -> list[bool]:
+    """Load blocks in a thread: for each item whether its verified bytes were written.
+
+    `write(index, payload)` puts one block in place; False when its sequence is gone."""
+    done = []
+    for index, place, digest in items:
+        payload = read_verified(store, place, digest, n_bytes)
+        done.append(payload is not None and write(index, payload))
+    return done
+
+
+class Loader:
+    """Brings a job's blocks and window record into place. Used from the role's loop; what it
+    starts in the background stands in `job.loads` until it is over."""
+
+    def __init__(self, engine: Engine, store: StoreClient, clock: Clock, counts: Counts) -> None:
+        self._engine = engine
+        self._store = store
+        self._clock = clock
+        self._counts = counts
+        self._card = engine.card("")  # for its sizes
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="decode-load")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True)
+
+    def blocks(self, job: Job, message: BlocksReady) -> None:
+        """Load what is news; before the admission there is no place yet, and it is noted."""
+        news = job.handoff.blocks(message)
+        if news is None:
+            self._counts.foreign += 1
+            return
+        self._counts.late += len(message.digests) - len(news)
+        if job.waits_for_room:
+            job.waiting_loads += news
+        else:
+            self._load(job, news)
+
+    def admitted(self, job: Job) -> None:
+        """The job has its places now: load what was announced before."""
+        news, job.waiting_loads = job.waiting_loads, []
+        self._load(job, news)
+
+    def window(self, job: Job, message: WindowReady) -> None:
+        """Load a window record if a run of this job may start from it."""
+        position, digests = message.position, job.handoff.digests
+        fits = position > 0 and position % GRAIN == 0 and position // GRAIN <= len(digests)
+        if not fits or message.digest != window_digest(digests[position // GRAIN - 1]):
+            self._counts.foreign += 1
+        elif position in job.windows:
+            self._counts.late += 1
+        elif position <= job.request.first_decoder_row:
+            self._in_background(job, self._load_window(job, message))
+
+    async def finish(self, job: Job) -> tuple[RowPlan, bytes | None]:
+        """When all was told: wait for the loads, then the rows to run from the verified hit, and
+        the window record that they start from, a delivered one or a newer one of the store. A
+        damaged one is passed over."""
+        while job.loads:
+            await asyncio.wait(tuple(job.loads))
+        request, geometry = job.request, self._engine.geometry
+        n_generated = len(job.message.generated_ids)
+        hit_tokens = job.handoff.verified_blocks * GRAIN
+        plan = make_plan(request, n_generated, hit_tokens, tuple(job.windows), geometry)
+        above = plan.window_position if plan.kind is StartKind.WINDOW else 0
+        candidates = window_candidates(plan, job.handoff.digests, geometry, above=above)
+        while candidates:
+            found = await self._store.open_windows(candidates, job.key)
+            if found is None:
+                break
+            position, place = found
+            digest = window_digest(dict(candidates)[position])
+            payload = await self._read_window(job, place, digest)
+            if payload is not None:
+                job.windows[position] = payload
+                plan = make_plan(request, n_generated, hit_tokens, tuple(job.windows), geometry)
+                break
+            candidates = [c for c in candidates if c[0] < position]
+        window = job.windows.get(plan.window_position) if plan.kind is StartKind.WINDOW else None
+        job.windows.clear()
+        return plan, window
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    def _load(self, job: Job, news: list[tuple[int, Place]]) -> None:
+        """Copy announced blocks into their reserved places; resident ones stay as they are."""
+        items = [(i, place, job.handoff.digests[i]) for i, place in news if i in job.fills]
+        if items:
+            self._in_background(job, self._load_blocks(job, items))
+
+    async def _load_blocks(self, job: Job, items: list[tuple[int, Place, Digest]]) -> None:
+        began_s, n_bytes = self._clock.now_s(), self._card.block_bytes
+
+        def write(index: int, payload: bytes) -> bool:
+            return self._engine.write_fill(job.fills[index], payload)
+
+        loop = asyncio.get_running_loop()
+        done = await loop.run_in_executor(
+            self._threads, load_blocks, self._store, items, n_bytes, write
+        )
+        job.stages.load_s += self._clock.now_s() - began_s
+        if job.state in TERMINAL:
+            return
+        for good, (index, place, digest) in zip(done, items, strict=True):
+            if good:
+                job.handoff.loaded(index)
+                job.stages.load_bytes += n_bytes
+                self._counts.loaded_blocks += 1
+                self._counts.loaded_bytes += n_bytes
+            else:
+                job.handoff.lost(index)
+                self._counts.damaged += 1
+                await self._store.doom(place, digest)
+
+    async def _load_window(self, job: Job, message: WindowReady) -> None:
+        payload = await self._read_window(job, message.place, message.digest)
+        if payload is not None:
+            job.windows[message.position] = payload
+
+    async def _read_window(self, job: Job, place: Place, digest: Digest) -> bytes | None:
+        began_s, n_bytes = self._clock.now_s(), self._card.window_record_bytes
+        loop = asyncio.get_running_loop()
+        payload = await loop.run_in_executor(
+            self._threads, read_verified, self._store, place, digest, n_bytes
+        )
+        job.stages.load_s += self._clock.now_s() - began_s
+        if payload is None:
+            self._counts.damaged += 1
+            await self._store.doom(place, digest)
+        else:
+            job.stages.load_bytes += n_bytes
+            self._counts.loaded_bytes += n_bytes
+        return payload
+
+    def _in_background(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=f"load {job.key}")
+        job.loads.add(task)
+        task.add_done_callback(job.loads.discard)
+        task.add_done_callback(_log_failure)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """A load that failed in an unforeseen way left its blocks unverified: they are computed."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a load failed", exc_info=error)

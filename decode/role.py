@@ -1,0 +1,230 @@
+"""The decode role: one engine of the full model, its store client, its membership."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import torch
+
+from headrace.core import faults
+from headrace.core.card import Member, Role
+from headrace.core.clock import SYSTEM_CLOCK, Clock
+from headrace.core.errors import Unavailable
+from headrace.core.messages import (
+    BlocksReady,
+    Cancel,
+    DecodeJob,
+    JobFailed,
+    LoadReport,
+    PrefillDone,
+    WindowReady,
+)
+from headrace.core.peers import Peer
+from headrace.core.replica import ReplicaShell, ReplicaSizes
+from headrace.core.role import Ready, RoleSettings
+from headrace.decode.handoff import Announcement
+from headrace.decode.work import Decoder
+from headrace.engine import Engine, EngineDriver, EngineSettings, Half, load_engine
+from headrace.kvstore import Beat, MemberBoard, StoreClient
+
+log = logging.getLogger(__name__)
+
+REPORT_S = 0.5
+STORE_WAIT_S = 2.0  # at start, for the store to answer; without it everything is a miss
+STOP_S = 5.0  # at stop, for the step in flight and the last releases
+FLUSH_S = 2.0  # at stop, for what is queued for the store
+
+
+class DecodeReplica:
+    """`start` brings it to serving, `run` serves until stopped or drained, `close` gives back.
+
+    The socket listens before the model is loaded; jobs that come too early are refused as
+    retryable. `work`, `engine`, `driver` and `store` are there from the end of `start` on."""
+
+    engine: Engine
+    driver: EngineDriver
+    store: StoreClient
+
+    def __init__(
+        self, role: RoleSettings, settings: EngineSettings, *, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self.role = role
+        self.settings = settings
+        self._clock = clock
+        self.shell = ReplicaShell(
+            role,
+            Role.DECODE,
+            ReplicaSizes(settings.max_rows_per_step, settings.n_blocks, settings.n_slots),
+            {
+                DecodeJob: self._on_job,
+                Cancel: self._on_cancel,
+                BlocksReady: self._on_announcement,
+                WindowReady: self._on_announcement,
+                PrefillDone: self._on_announcement,
+                JobFailed: self._on_announcement,
+            },
+            self._on_left,
+            self._on_drain,
+        )
+        self._board = MemberBoard.of(role, clock=clock)
+        self._beat = Beat(self._board, self.shell.member, role.deployment.leases)
+        self.work: Decoder | None = None
+
+    def member(self) -> Member:
+        return self.shell.member()
+
+    # ---- life --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen, load the model, reach the store, announce READY. Raises `ConfigError`."""
+        faults.arm_from_environment(loopback_only=self.role.on_loopback)
+        deployment = self.role.deployment
+        if torch.device(deployment.device).type == "cpu":
+            torch.set_num_threads(1)  # several engines share the cores of a host
+        await self.shell.listen()
+        await self._beat.start()
+        self.engine = await asyncio.to_thread(
+            load_engine, deployment, self.settings, Half.FULL, clock=self._clock
+        )
+        card = self.engine.card(deployment.model)
+        self.store = StoreClient(
+            self.role.store_address,
+            self.role.token,
+            card.namespace().digest(),
+            name=self.role.name,
+            clock=self._clock,
+            times=deployment.leases,
+        )
+        if not await self.store.connect(STORE_WAIT_S):
+            log.warning("%s starts without its store: everything is a miss", self.role.name)
+        self._wire()
+        self.shell.warm(card)
+        await self._beat.now()
+
+    def _wire(self) -> None:
+        leases = self.role.deployment.leases
+        self.driver = EngineDriver(
+            self.engine,
+            lambda events: self.work.on_events(events) if self.work else None,
+            on_failure=self.shell.end,
+            name=self.role.name,
+        )
+        self.work = Decoder(
+            self.engine,
+            self.driver,
+            self.store,
+            self.settings,
+            leases,
+            self._clock,
+            self._find_prefill,
+            self._on_ended,
+        )
+        self.driver.start()
+        self.shell.every(REPORT_S, self._report)
+        self.shell.every(leases.handoff_s / 3, self.work.keep)
+        self.shell.every(min(REPORT_S, leases.handoff_s / 4), self.work.watch)
+
+    async def run(self, stop: asyncio.Event | None = None) -> None:
+        """Serve until `stop` is set or a drain is over. Raises when the engine ends by itself."""
+        await self.shell.run(stop)
+
+    async def close(self) -> None:
+        """Withdraw, end what runs with a retryable failure, give everything back. Idempotent."""
+        await self._beat.stop()
+        if self.work is not None:
+            work, self.work = self.work, None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(work.stop("the decode replica stops", FLUSH_S), STOP_S)
+            await self.driver.stop()
+            await self.store.close()
+        await self.shell.close()
+        await self._board.close()
+
+    # ---- what arrives ------------------------------------------------------------------------
+
+    def _on_job(self, router: Peer, message: DecodeJob) -> None:
+        self.shell.dispatched(router, message.dispatch)
+        if self.work is None:
+            cold = Unavailable("this decode replica has not loaded its model yet")
+            router.post(JobFailed(message.request.key, cold.code, cold.message, retryable=True))
+            return
+        self.work.accept(router, message)
+
+    def _on_cancel(self, router: Peer, message: Cancel) -> None:
+        if self.work is not None:
+            self.work.cancel(message.key)
+
+    def _on_announcement(self, prefill: Peer, message: Announcement) -> None:
+        if self.work is not None:
+            self.work.announced(prefill, message)
+
+    def _on_left(self, peer: Peer) -> None:
+        if self.work is not None:
+            self.work.peer_left(peer)
+
+    def _find_prefill(self, name: str) -> Peer | None:
+        for peer in self.shell.server.peers:
+            if peer.hello.role is Role.PREFILL and peer.name == name:
+                return peer
+        return None
+
+    def _on_drain(self) -> None:
+        if self.work is not None:
+            self.work.draining = True
+        self._on_ended()
+
+    def _on_ended(self) -> None:
+        """A job gave everything back: routers should know of the room at once."""
+        self._post_reports()
+        if self.shell.draining and (self.work is None or not self.work.jobs):
+            self.shell.end()
+
+    # ---- load ----------------------------------------------------------------------------------
+
+    async def _report(self) -> None:
+        self._post_reports()
+
+    def _post_reports(self) -> None:
+        if self.work is not None:
+            self.shell.report(self.load_report)
+
+    def load_report(self, last_dispatch: int) -> LoadReport:
+        """This replica's load as of the end of the last step."""
+        assert self.work is not None
+        stats, jobs = self.driver.stats, self.work.jobs.values()
+        return LoadReport(
+            last_dispatch=last_dispatch,
+            step=stats.steps,
+            waiting_requests=sum(job.waits_for_room for job in jobs) + stats.waiting,
+            running_requests=stats.running,
+            backlog_rows=stats.backlog_rows + sum(job.rows_to_come for job in jobs),
+            resident_tokens=stats.resident_tokens,
+            free_blocks=stats.free_blocks,
+            free_slots=stats.free_slots,
+            rows_per_s=stats.rows_per_s,
+            held_leases=len(self.work.jobs),
+        )
+
+
+async def run_decode(
+    role: RoleSettings,
+    engine: EngineSettings,
+    *,
+    ready: Ready | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Be a decode replica until `stop` is set or a drain is over.
+
+    `ready(member)` is called once, when it serves and is announced. Raises `ConfigError` for
+    settings that must not start, and `HeadraceError` when the engine's own accounts broke: the
+    process should end then and be started anew."""
+    replica = DecodeReplica(role, engine)
+    try:
+        await replica.start()
+        if ready is not None:
+            ready(replica.member())
+        await replica.run(stop)
+    finally:
+        await replica.close()
