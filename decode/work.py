@@ -47,7 +47,7 @@ from headrace.decode.handoff import (
     DecodeState,
     EarlyFrames,
 )
-from headrace.decode.jobs import Job, Stages
+from headrace.decode.jobs import Job, Over, Stages
 from headrace.decode.load import Loader
 from headrace.engine import (
     BlockDone,

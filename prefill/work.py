@@ -49,7 +49,15 @@ from headrace.engine import (
 )
 from headrace.engine import Job as EngineJob
 from headrace.kvstore import StoreClient
-from headrace.prefill.jobs import TERMINAL, Counts, Job, JobEvent, JobState, window_candidates
+from headrace.prefill.jobs import (
+    TERMINAL,
+    Counts,
+    Job,
+    JobEvent,
+    JobState,
+    Over,
+    window_candidates,
+)
 from headrace.prefill.links import DecodeLinks
 from headrace.prefill.seal import SEAL_BATCH, Sealer
 
@@ -204,9 +212,7 @@ class Prefiller:
             plan, window = await self._plan(job, verify=True)
         self.counts.hit_blocks += job.hit_blocks
         if plan.encoder_rows:
-            _advance(
-                job, JobEvent.STARTED
-            )  # before the call: events may come back before it returns
+            job.advance(JobEvent.STARTED)  # before the call: events may come before it returns
             await self._driver.call(self._engine.start, job.key, plan, window)
             await self._produce(job, plan)
         else:
