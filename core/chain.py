@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -86,12 +86,17 @@ def next_digest(parent: bytes, block: bytes | memoryview, extras: bytes = b"") -
 
 
 def block_digests(
-    root: bytes, token_ids: TokenIds, start_block: int = 0, parent: bytes | None = None
+    root: bytes,
+    token_ids: TokenIds,
+    start_block: int = 0,
+    parent: bytes | None = None,
+    extras: Mapping[int, bytes] | None = None,
 ) -> tuple[Digest, ...]:
     """Digests of the complete blocks of `token_ids` from `start_block` on.
 
     `parent` is the digest of block `start_block - 1` (the root if that is None and start_block is
-    0). O(length); ids must be an `array("I")`, a list would cost three times as much."""
+    0). `extras` by block number as in `next_digest`; blocks without an entry have none. O(length);
+    ids must be an `array("I")`, a list would cost three times as much."""
     if start_block and parent is None:
         raise ValueError("a chain that does not begin at block 0 needs its parent digest")
     view = memoryview(token_ids).cast("B")
@@ -99,7 +104,8 @@ def block_digests(
     out: list[Digest] = []
     for block in range(start_block, len(token_ids) // BLOCK_TOKENS):
         begin = block * BLOCK_TOKENS * 4
-        digest = next_digest(digest, view[begin : begin + BLOCK_TOKENS * 4])
+        extra = extras.get(block, b"") if extras else b""
+        digest = next_digest(digest, view[begin : begin + BLOCK_TOKENS * 4], extra)
         out.append(Digest(digest))
     return tuple(out)
 

@@ -125,6 +125,28 @@ class LeaseTimes:
         _refuse_below(self, least=0)
 
 
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """What a picture of a request may be, judged by its header alone; see `core.images`.
+
+    One frame only: an animation is refused whatever its length. `pixels` bounds the memory that
+    decoding takes, `scans` and `blocks` the work that a small hostile file can ask for."""
+
+    images: int = 32  # per request
+    file_bytes: int = 16 << 20
+    pixels: int = 50_000_000
+    side: int = 16_384
+    scans: int = 64  # of a progressive JPEG: each touches every coefficient again
+    parts: int = 100_000  # of a file, stepped over to find its header or its second frame
+
+    def __post_init__(self) -> None:
+        _refuse_below(self, least=1)
+
+    def check_count(self, n_images: int, *, param: str = "images") -> None:
+        """Raises `LimitExceeded` if one request carries more pictures than allowed."""
+        Limit(param, 0, self.images, "images").at_most(n_images)
+
+
 def _refuse_below(limits: object, *, least: float) -> None:
     for field in fields(limits):  # type: ignore[arg-type]
         value = getattr(limits, field.name)
