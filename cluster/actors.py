@@ -1,4 +1,4 @@
-"""The Ray side of a cluster: its environment, one local Ray, and one thin actor a role.
+"""The Ray side of a cluster: one local Ray, and one thin actor a role.
 
 Ray places, starts, restarts and names processes; no token and no tensor passes through it. An actor
 brings its role to serving from `__init__` alone, because after a death Ray runs `__init__` again
@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,44 +23,16 @@ from headrace.cluster.roles import RoleThread, prepare_process
 from headrace.cluster.rundir import RunDir
 from headrace.cluster.supervisor import SupervisorThread
 from headrace.core.card import Role
-from headrace.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 100 << 20  # near Ray's minimum: nothing of ours is put there
 RESTART_PAUSE_S = 1.0
-ROOMS = ("core", "kernels", "model", "engine", "kvstore", "prefill", "decode", "router", "cluster")
 
 
-def ray_environment(run: RunDir, environ: Mapping[str, str], *, insecure: bool) -> dict[str, str]:
-    """Variables that Ray's processes must be started with; nothing else configures them as safely.
-
-    Raises `ConfigError` when `environ` turns Ray's authentication off and `insecure` is not
-    given: whoever reaches an open Ray may run any code in this cluster."""
-    asked = environ.get("RAY_AUTH_MODE", "token")
-    if asked != "token" and not insecure:
-        raise ConfigError(
-            f"RAY_AUTH_MODE is {asked!r:.40} in the environment, but a cluster starts with token"
-            " authentication only: unset it, or say --insecure"
-        )
-    return {
-        "RAY_AUTH_MODE": asked,
-        "RAY_AUTH_TOKEN_PATH": str(run.ray_token_file()),
-        # The one switch that keeps *all* of Ray's sockets on loopback; single host only.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # Raylet and actors outlive their head for a week: open streams and new requests go on
-        # without it (default 60 s). What stops is restarting replicas.
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "604800",
-        # Ray would kill the actor that uses most memory when the host runs low; ours have budgets.
-        "RAY_memory_monitor_refresh_ms": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def start_ray(run: RunDir, environment: Mapping[str, str]) -> None:
-    """Start a local Ray that belongs to this process. Changes the working directory: Ray puts the
-    driver's on every worker's sys.path, and in a checkout our rooms would shadow other packages."""
-    os.environ.update(environment)
+def start_ray(run: RunDir) -> None:
+    """Start a local Ray that belongs to this process, which must have been given `ray_environment`
+    before this module was imported. Changes the working directory: Ray puts the driver's on every
+    worker's sys.path, and in a checkout our rooms would shadow other packages."""
     os.chdir(run.path)
     ray.init(
         address="local",  # never join what RAY_ADDRESS names
@@ -86,10 +57,8 @@ class RoleActor:
         )
 
     def status(self) -> dict[str, Any]:
-        """`RoleStatus` as a mapping, and the rooms that this process would find as top-level
-        packages (none, unless the working directory crept onto its path)."""
-        shadowed = [room for room in ROOMS if find_spec(room) is not None]
-        return {**asdict(self._thread.status()), "shadowed_rooms": shadowed}
+        """`RoleStatus` as a mapping."""
+        return asdict(self._thread.status())
 
     def stop(self, wait_s: float) -> bool:
         """End the role in its orderly way; the process stays until the actor is killed."""

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -72,15 +72,15 @@ class RayRoles:
     """One detached actor a role, on a local Ray that this process holds."""
 
     def __init__(self, config: ClusterConfig, run: RunDir, *, insecure: bool) -> None:
-        from headrace.cluster import actors  # imports ray: only here, a plain leader needs none
+        os.environ.update(ray_environment(run, os.environ, insecure=insecure))
+        from headrace.cluster import actors  # imports ray: only here and only now
 
         self._actors = actors
         self._config = config
         self._run = run
-        self._environment = actors.ray_environment(run, os.environ, insecure=insecure)
 
     def start(self) -> None:
-        self._actors.start_ray(self._run, self._environment)
+        self._actors.start_ray(self._run)
         for role, name in self._config.expected_roles():
             self._actors.ensure_role(self._run, role, name)
         self._actors.ensure_role(self._run, Role.SUPERVISOR, "supervisor-0")
@@ -101,7 +101,7 @@ class RayRoles:
         with _no_longer_than(drain_s + 20.0, "stopping the actors"):
             for wave in (Role.SUPERVISOR, Role.ROUTER, (Role.PREFILL, Role.DECODE), Role.STORE):
                 names = [name for role, name in roles if role == wave or role in wave]
-                self._actors.stop_roles(self._run, names, drain_s + 5.0)
+                self._actors.stop_roles(self._run, names, drain_s + 3.0)
         with _no_longer_than(10.0, "Ray's shutdown"):
             self._actors.stop_ray()
 
@@ -177,7 +177,9 @@ class Leader:
             failed = error.message
         except Exception as error:
             log.exception("the leader failed")
-            failed = f"{type(error).__name__}: {error}"
+            failed = (
+                f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
+            )
         if failed:
             log.error("%s", failed)
         self._end()
@@ -266,9 +268,10 @@ class Leader:
         self._valkey = embedded_valkey(str(self._run.sockets))
 
     def _end(self) -> None:
+        drain_s = self._config.times.drain_s if self._state.phase is Phase.READY else 0.0
         self._say(Phase.STOPPING, "stopping")
         if self._roles is not None:
-            self._roles.stop(self._config.times.drain_s)
+            self._roles.stop(drain_s)
         if self._valkey is not None:
             self._valkey.stop()
 
@@ -281,6 +284,32 @@ class Leader:
             log.info("%s: %s", phase, progress)
         self._state = replace(self._state, phase=phase, progress=progress)
         self._run.write_state(self._state)
+
+
+def ray_environment(run: RunDir, environ: Mapping[str, str], *, insecure: bool) -> dict[str, str]:
+    """Variables that Ray must find *when it is imported*: its native part reads them once.
+
+    Raises `ConfigError` when `environ` turns Ray's authentication off and `insecure` is not
+    given: whoever reaches an open Ray may run any code in this cluster."""
+    asked = environ.get("RAY_AUTH_MODE", "token")
+    if asked != "token" and not insecure:
+        raise ConfigError(
+            f"RAY_AUTH_MODE is {asked!r:.40} in the environment, but a cluster starts with token"
+            " authentication only: unset it, or say --insecure"
+        )
+    return {
+        "RAY_AUTH_MODE": asked,
+        "RAY_AUTH_TOKEN_PATH": str(run.ray_token_file()),
+        # The one switch that keeps *all* of Ray's sockets on loopback; single host only.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Raylet and actors outlive their head for a week: open streams and new requests go on
+        # without it (default 60 s). What stops is restarting replicas.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "604800",
+        # Ray would kill the actor that uses most memory when the host runs low; ours have budgets.
+        "RAY_memory_monitor_refresh_ms": "0",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def check_port_free(host: str, port: int) -> None:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from importlib.util import find_spec
 
 from headrace.cluster.config import ClusterConfig
 from headrace.cluster.roles import build_id, role_settings
@@ -28,6 +29,9 @@ from headrace.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
+# Found as top-level packages only where the working directory crept onto the path; then `kernels`
+# would stand in the place of another project's.
+ROOMS = ("core", "kernels", "model", "engine", "kvstore", "prefill", "decode", "router", "cluster")
 Ensure = Callable[[Role, str], bool]
 
 
@@ -176,6 +180,7 @@ class SupervisorThread:
             "build": build_id(),
             "membership_stale": stale,
             "error": self._error,
+            "shadowed_rooms": [room for room in ROOMS if find_spec(room) is not None],
             "roles": roles,
         }
         write_file(self._run_dir.report_file, json.dumps(report, indent=1))
