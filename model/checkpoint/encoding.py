@@ -1,0 +1,175 @@
+"""How weights lie in a checkpoint: values <-> stored codes and scales, exactly defined.
+
+    FP8     W[o, i] = e4m3[o, i] * 2^(scale[o // rows, i // columns] - 127)   F8_E4M3 + F8_E8M0
+    MXFP4   two e2m1 codes a byte, the even input in the low nibble,           I8 + F8_E8M0
+            a scale per row and 32 inputs
+    BF16, F32   as they are
+
+Every stored value is a float32 and, for scales from 2^-120 up, a bfloat16: widening rounds nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+import torch
+
+from headrace.kernels.formats import decode_e2m1, encode_e2m1, encode_e4m3, pack_nibbles
+from headrace.model.checkpoint.errors import CheckpointError
+
+# dtype names of the safetensors format that a release uses, and their sizes.
+DTYPE_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
+_NAN_SCALE = 255
+_LEAST_SCALE, _GREATEST_SCALE = 1, 254
+
+
+class Kind(StrEnum):
+    BF16 = "BF16"
+    F32 = "F32"
+    FP8 = "FP8"
+    MXFP4 = "MXFP4"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSpec:
+    """One tensor of a file: its full name, safetensors dtype and stored shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """`block` = rows and columns that share a scale; (1, 1) where there is none."""
+
+    kind: Kind
+    block: tuple[int, int] = (1, 1)
+
+    @property
+    def has_scale(self) -> bool:
+        return self.kind in (Kind.FP8, Kind.MXFP4)
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> tuple[StoredSpec, ...]:
+        """The file's tensors for a weight of `shape`: the data, then the scale if there is one."""
+        if not self.has_scale:
+            return (StoredSpec(name, str(self.kind), shape),)
+        rows, columns = shape
+        scale_name = name.removesuffix(".weight") + ".scale"
+        scale_shape = (-(-rows // self.block[0]), -(-columns // self.block[1]))
+        if self.kind is Kind.FP8:
+            data = StoredSpec(name, "F8_E4M3", shape)
+        else:
+            data = StoredSpec(name, "I8", (rows, columns // 2))
+        return (data, StoredSpec(scale_name, "F8_E8M0", scale_shape))
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.block[0]}x{self.block[1]}" if self.has_scale else str(self.kind)
+
+
+BF16 = Encoding(Kind.BF16)
+F32 = Encoding(Kind.F32)
+MXFP4 = Encoding(Kind.MXFP4, (1, 32))
+FP8_ROWS = Encoding(Kind.FP8, (1, 32))
+
+
+@lru_cache(maxsize=8)
+def _powers(dtype: torch.dtype) -> torch.Tensor:
+    """2^(byte-127) for every E8M0 byte; 2^-127 is a subnormal float32. Byte 255 is NaN."""
+    values = [2.0 ** (byte - 127) for byte in range(255)] + [math.nan]
+    return torch.tensor(values, dtype=torch.float64).to(dtype)
+
+
+def _spread(scale: torch.Tensor, block: tuple[int, int], rows: int, columns: int) -> torch.Tensor:
+    """float32 [rows, columns] of E8M0 bytes, one a block."""
+    wide = _powers(torch.float32)[scale.to(torch.int64)]
+    if block[0] > 1:
+        wide = wide.repeat_interleave(block[0], 0)
+    return wide.repeat_interleave(block[1], 1)[:rows, :columns]
+
+
+def widen(
+    name: str,
+    encoding: Encoding,
+    data: torch.Tensor,
+    scale: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Decode stored bytes into `out`, the same rows of the weight, in any float dtype.
+
+    `data` is uint8 [n] (the bytes of whole rows, the first at a block's border), `scale` uint8
+    [scale rows, scale columns] of those rows. Raises CheckpointError, naming the tensor, on a NaN
+    scale and on any value that is not finite.
+    """
+    if scale is not None and bool((scale == _NAN_SCALE).any()):
+        raise CheckpointError(f"{name}: found a NaN scale (byte 255), wanted a finite one")
+    if encoding.kind is Kind.MXFP4:
+        assert scale is not None
+        rows, columns = out.shape
+        values = decode_e2m1(data.view(rows, columns // 2), torch.float32)
+        values = values * _spread(scale, encoding.block, rows, columns)
+    elif encoding.kind is Kind.FP8:
+        assert scale is not None
+        rows, columns = out.shape
+        values = data.view(torch.float8_e4m3fn).view(rows, columns).to(torch.float32)
+        values = values * _spread(scale, encoding.block, rows, columns)
+    else:
+        stored = torch.bfloat16 if encoding.kind is Kind.BF16 else torch.float32
+        values = data.view(stored).view(out.shape)
+    if not bool(torch.isfinite(values).all()):
+        raise CheckpointError(f"{name}: found a NaN or infinite value, wanted finite ones")
+    out.copy_(values)
+
+
+def _scale_bytes(amax: torch.Tensor, limit_mantissa: float, limit_exponent: int) -> torch.Tensor:
+    """The least E8M0 byte for which amax / scale <= limit; limit = mantissa * 2^exponent."""
+    mantissa, exponent = torch.frexp(amax)
+    power = exponent - limit_exponent + (mantissa > limit_mantissa).to(exponent.dtype)
+    power = torch.where(amax > 0, power, torch.full_like(power, _LEAST_SCALE - 127))
+    return (power + 127).clamp(_LEAST_SCALE, _GREATEST_SCALE).to(torch.uint8)
+
+
+# The largest magnitudes that round to the largest code: 464 is a tie that goes to the even 448,
+# 7 one that would go to 8, so it is excluded (by the float32 below it).
+_FP8_LIMIT = math.frexp(464.0)
+_FP4_LIMIT = math.frexp(7.0 - 2.0**-21)
+
+
+def quantise(
+    name: str, encoding: Encoding, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Data bytes (uint8, flat) and scale bytes (uint8 [scale rows, scale columns]) of a weight.
+
+    `values` are float32 or bfloat16. A block's scale is the least power of two for which nothing
+    rounds past the largest code. The rule of activations, ceil(log2(amax / largest)), is at most
+    one power above it and its grid is a subset below the largest code, so no error grows, values
+    that already went through that rule are kept exactly, and quantising what was widened gives the
+    same bytes. Raises CheckpointError on other dtypes and on values that are not finite.
+    """
+    if values.dtype not in (torch.float32, torch.bfloat16):
+        raise CheckpointError(f"{name}: found {values.dtype}, wanted float32 or bfloat16 to encode")
+    if not bool(torch.isfinite(values).all()):
+        raise CheckpointError(f"{name}: found a NaN or infinite value, wanted finite ones")
+    if not encoding.has_scale:
+        stored = torch.bfloat16 if encoding.kind is Kind.BF16 else torch.float32
+        return values.to(stored).contiguous().view(torch.uint8).reshape(-1), None
+    rows, columns = values.shape
+    b0, b1 = encoding.block
+    blocks = torch.nn.functional.pad(
+        values.to(torch.float32), (0, -columns % b1, 0, -rows % b0)
+    ).unflatten(0, (-1, b0))
+    blocks = blocks.unflatten(2, (-1, b1))  # [rows / b0, b0, columns / b1, b1]
+    amax = blocks.abs().amax((1, 3))
+    scale = _scale_bytes(amax, *(_FP8_LIMIT if encoding.kind is Kind.FP8 else _FP4_LIMIT))
+    inverse = _powers(torch.float32)[254 - scale.to(torch.int64)]
+    scaled = (blocks * inverse[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
+    if encoding.kind is Kind.FP8:
+        return encode_e4m3(scaled).contiguous().reshape(-1), scale
+    return pack_nibbles(encode_e2m1(scaled)).contiguous().reshape(-1), scale

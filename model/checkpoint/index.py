@@ -1,0 +1,154 @@
+"""The index of a checkpoint: which file holds which tensor, checked against files and table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.model.checkpoint.encoding import StoredSpec
+from headrace.model.checkpoint.errors import CheckpointError
+from headrace.model.checkpoint.parts import Part, TensorEntry
+from headrace.model.checkpoint.shards import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    Meter,
+    Shard,
+    TensorPlace,
+    read_json,
+)
+
+PREFIX = "model."
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A tensor as the index gives it: its name in the files (perhaps with a prefix), its file."""
+
+    raw_name: str
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Tensor name without prefix -> where it lies. `metadata` is that of the index file."""
+
+    tensors: Mapping[str, Located]
+    metadata: Mapping[str, object]
+
+    def names_by_file(self) -> dict[str, list[str]]:
+        """File -> names without prefix that the index promises there."""
+        names: dict[str, list[str]] = {}
+        for name, located in self.tensors.items():
+            names.setdefault(located.file, []).append(name)
+        return names
+
+
+def read_index(folder: Path, meter: Meter) -> Index:
+    """From model.safetensors.index.json, or from the header of a single model.safetensors.
+
+    Raises CheckpointError: no index and no single file, names that are not a file of the folder, a
+    tensor that comes twice.
+    """
+    if (folder / INDEX_NAME).exists():
+        document = read_json(folder / INDEX_NAME)
+        weight_map, metadata = document.get("weight_map"), document.get("metadata") or {}
+        if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
+            raise CheckpointError(f"{INDEX_NAME}: wanted an object weight_map and metadata")
+    elif (folder / SINGLE_NAME).exists():
+        with Shard.open(folder / SINGLE_NAME, meter) as shard:
+            weight_map = {place.spec.name: SINGLE_NAME for place in shard.header.places}
+        metadata = {}
+    else:
+        raise CheckpointError(f"{INDEX_NAME}: missing, and there is no {SINGLE_NAME}")
+    tensors: dict[str, Located] = {}
+    for raw_name, file in weight_map.items():
+        if not isinstance(file, str) or not _is_file_name(file):
+            raise CheckpointError(
+                f"{raw_name}: the index names file {str(file)[:200]!r}, wanted the name of a "
+                ".safetensors file in the checkpoint's own folder"
+            )
+        name = raw_name.removeprefix(PREFIX)
+        if name in tensors:
+            raise CheckpointError(f"{name}: found with and without prefix {PREFIX!r}, wanted once")
+        tensors[name] = Located(raw_name, file)
+    return Index(tensors, metadata)
+
+
+def _is_file_name(file: str) -> bool:
+    """No folder, no drive, no hidden file. Links are followed: download caches are made of them."""
+    plain = not set(file) & set("/\\:\0") and not file.startswith(".")
+    return plain and file.endswith(".safetensors")
+
+
+def present_entries(index: Index, table: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
+    """Entries of the table that the index has. Raises CheckpointError on a tensor of no entry."""
+    known = {spec.name: entry for entry in table for spec in entry.stored}
+    for name in index.tensors:
+        if name not in known:
+            raise CheckpointError(f"{name}: unknown tensor, the configuration has none of this")
+    found = {known[name].name for name in index.tensors}
+    return tuple(dict.fromkeys(e for e in known.values() if e.name in found))
+
+
+def require(index: Index, entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
+    """The entries to load: all of `entries` but optional ones that are absent.
+
+    Raises CheckpointError for a missing tensor.
+    """
+    wanted = []
+    for entry in entries:
+        missing = [spec.name for spec in entry.stored if spec.name not in index.tensors]
+        if entry.optional and len(missing) == len(entry.stored):
+            continue
+        if missing:
+            raise CheckpointError(
+                f"{missing[0]}: missing from the index, wanted for the {entry.part} part"
+            )
+        wanted.append(entry)
+    return tuple(wanted)
+
+
+def complete_parts(
+    entries: Iterable[TensorEntry], present: Iterable[TensorEntry]
+) -> tuple[TensorEntry, ...]:
+    """All entries of the parts that have at least one entry present."""
+    parts: set[Part] = {entry.part for entry in present}
+    return tuple(entry for entry in entries if entry.part in parts)
+
+
+def check_shard(
+    shard: Shard, index: Index, promised: Iterable[str], specs: Mapping[str, StoredSpec]
+) -> dict[str, TensorPlace]:
+    """Places of a shard's tensors by name without prefix; every one checked.
+
+    `promised` are the names that the index has in this file, `specs` the table's tensors. Raises
+    CheckpointError: a tensor that the index has in another file or not at all, one that it promises
+    here and that is absent, another dtype or shape.
+    """
+    places: dict[str, TensorPlace] = {}
+    for place in shard.header.places:
+        raw_name = place.spec.name
+        name = raw_name.removeprefix(PREFIX)
+        located = index.tensors.get(name)
+        if located is None or located.raw_name != raw_name:
+            raise CheckpointError(f"{raw_name}: found in {shard.name}, not in the index")
+        if located.file != shard.name:
+            raise CheckpointError(
+                f"{name}: found in {shard.name} and, by the index, in {located.file}, wanted once"
+            )
+        _check_spec(place.spec, specs[name])
+        places[name] = place
+    for name in promised:
+        if name not in places:
+            raise CheckpointError(f"{name}: the index names {shard.name}, which does not hold it")
+    return places
+
+
+def _check_spec(found: StoredSpec, wanted: StoredSpec) -> None:
+    if found.dtype != wanted.dtype:
+        raise CheckpointError(f"{wanted.name}: found dtype {found.dtype}, wanted {wanted.dtype}")
+    if found.shape != wanted.shape:
+        raise CheckpointError(
+            f"{wanted.name}: found shape {list(found.shape)}, wanted {list(wanted.shape)}"
+        )

@@ -1,0 +1,113 @@
+"""Which tensors a checkpoint holds: the table's types, what a role needs of it, and totals.
+
+A family's table is a function from (config, quantisation) to entries in file order; V4.1's stands
+in `names_v41`. Another family enters by a function of its own in `_TABLES`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headrace.model.checkpoint.encoding import Encoding, StoredSpec
+from headrace.model.checkpoint.names_v41 import v41_entries
+from headrace.model.checkpoint.parts import Part, TensorEntry
+from headrace.model.checkpoint.release import Quantisation
+from headrace.model.config import ModelConfig
+from headrace.model.errors import ConfigError
+
+__all__ = [
+    "Encoding",
+    "Part",
+    "PartTotal",
+    "Selection",
+    "StoredSpec",
+    "TensorEntry",
+    "select",
+    "tensor_table",
+    "totals_by_part",
+]
+
+Table = Callable[[ModelConfig, Quantisation | None], Iterator[TensorEntry]]
+_TABLES: dict[str, Table] = {"deepseek_v41": v41_entries}
+
+
+class Selection(StrEnum):
+    """What a role loads."""
+
+    FULL = "full"
+    TEXT = "text"  # the trunk: no drafter, no vision
+    ENCODER = "encoder"  # the encoder half and the first decoder layer's KV source
+    VISION = "vision"
+
+    @property
+    def parts(self) -> frozenset[Part]:
+        return _SELECTED[self]
+
+
+_ENCODER = frozenset({Part.EMBEDDING, Part.ENGRAM, Part.ENCODER, Part.KV_SOURCE})
+_SELECTED: dict[Selection, frozenset[Part]] = {
+    Selection.FULL: frozenset(Part),
+    Selection.TEXT: _ENCODER | {Part.DECODER, Part.HEAD},
+    Selection.ENCODER: _ENCODER,
+    Selection.VISION: frozenset({Part.VISION}),
+}
+
+
+def tensor_table(
+    config: ModelConfig, quantisation: Quantisation | None, family: str = "deepseek_v41"
+) -> tuple[TensorEntry, ...]:
+    """Every weight of a checkpoint of `config`, in file order; names are unique.
+
+    Raises ConfigError for a family without a table.
+    """
+    if family not in _TABLES:
+        raise ConfigError(f"model_type: found {family!r}, wanted {' or '.join(sorted(_TABLES))}")
+    return tuple(_TABLES[family](config, quantisation))
+
+
+def select(
+    config: ModelConfig, entries: Iterable[TensorEntry], selection: Selection
+) -> tuple[TensorEntry, ...]:
+    """The entries that a selection loads, in file order.
+
+    Raises ConfigError where a selection has no meaning: an encoder without a decoder half, a vision
+    tower that the configuration does not have.
+    """
+    if selection is Selection.ENCODER and config.n_decoder_layers == 0:
+        raise ConfigError(
+            "compress_ratios: found no layer of ratio 1, wanted one: without a decoder half "
+            "an encoder-only build is the whole model"
+        )
+    if selection is Selection.VISION and config.vision is None:
+        raise ConfigError("vision_config: found nothing, wanted the tower's keys")
+    return tuple(entry for entry in entries if entry.part in selection.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PartTotal:
+    """`n_tensors` and `n_bytes` count what lies in files, scales included."""
+
+    part: Part
+    n_tensors: int
+    n_parameters: int
+    n_bytes: int
+
+
+def totals_by_part(entries: Iterable[TensorEntry]) -> dict[Part, PartTotal]:
+    """Sums of every part that has an entry, in the order of `Part`."""
+    grouped: dict[Part, list[TensorEntry]] = {}
+    for entry in entries:
+        grouped.setdefault(entry.part, []).append(entry)
+    return {
+        part: PartTotal(
+            part,
+            sum(len(e.stored) for e in grouped[part]),
+            sum(math.prod(e.shape) for e in grouped[part]),
+            sum(e.n_bytes for e in grouped[part]),
+        )
+        for part in Part
+        if part in grouped
+    }

@@ -1,0 +1,206 @@
+"""config.json of a release: the nested layout, the flat one of its own program, quantisation.
+
+Key names and the pairs of the rename table are those of the two files published with
+DeepSeek-V4.1-Flash (config.json and inference/config.json). Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.model.config import ModelConfig
+from headrace.model.errors import ConfigError
+
+MODEL_TYPE = "deepseek_v41"
+_TOP_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id")
+
+# flat name -> name in text_config; the others are the same in both
+_TEXT_RENAMES = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "rope_head_dim": "qk_rope_head_dim",
+    "window_size": "sliding_window",
+    "moe_inter_dim": "moe_intermediate_size",
+    "n_activated_experts": "num_experts_per_tok",
+    "route_scale": "routed_scaling_factor",
+    "score_func": "scoring_func",
+    "norm_eps": "rms_norm_eps",
+    "kv_source_layers": "kv_source_layer_ids",
+    "index_source_layers": "index_source_layer_ids",
+    "candidate_source_layer": "candidate_source_layer_id",
+    "engram_pad_id": "engram_pad_token_id",
+    "n_mtp_layers": "num_nextn_predict_layers",
+    "dspark_n_activated_experts": "dspark_num_experts_per_tok",
+}
+_ROPE_RENAMES = {
+    "rope_factor": "factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "original_seq_len": "original_max_position_embeddings",
+}
+_VISION_RENAMES = {
+    "vision_n_layers": "num_hidden_layers",
+    "vision_dim": "hidden_size",
+    "vision_n_heads": "num_attention_heads",
+    "vision_inter_dim": "intermediate_size",
+    "vision_patch_size": "patch_size",
+    "vision_rope_theta": "rope_theta",
+    "vision_downsample_ratio": "downsample_ratio",
+    "vision_max_n_token": "max_image_tokens",
+    "vision_min_pixels": "min_pixels",
+    "vision_max_wh_ratio": "max_wh_ratio",
+}
+# Settings of the release's own program run, not of the model; files say the scale's dtype.
+_FLAT_IGNORED = frozenset(
+    {"max_batch_size", "max_seq_len", "temperature", "scale_dtype", "scale_fmt", "model_type"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How a release's weights are stored. `weight_block` = rows, columns of a dense FP8 block."""
+
+    weight_block: tuple[int, int] = (32, 32)
+    expert_dtype: str = "fp4"
+
+    def __post_init__(self) -> None:
+        if self.weight_block not in ((32, 32), (128, 128)):
+            found = list(self.weight_block)
+            raise ConfigError(f"weight_block_size: found {found}, wanted [32, 32] or [128, 128]")
+        if self.expert_dtype not in ("fp4", "fp8"):
+            raise ConfigError(f"expert_dtype: found {self.expert_dtype!r}, wanted 'fp4' or 'fp8'")
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseConfig:
+    """A checkpoint's configuration; without quantisation all matrices are BF16."""
+
+    model: ModelConfig
+    quantisation: Quantisation | None
+
+
+def read_config(document: Mapping[str, Any]) -> ReleaseConfig:
+    """From a parsed config.json, nested or flat. Raises ConfigError with key, found and wanted."""
+    if "text_config" not in document and "n_layers" in document:
+        document = _nested(document)
+    top = dict(document)
+    found = top.get("model_type", MODEL_TYPE)
+    if found != MODEL_TYPE:
+        raise ConfigError(f"model_type: found {found!r}, wanted {MODEL_TYPE!r}")
+    quantisation = _quantisation(top.pop("quantization_config", None))
+    text = top.get("text_config")
+    if isinstance(text, Mapping):
+        text = dict(text)
+        if (temperature := text.pop("gate_temp", 1.0)) != 1.0:
+            raise ConfigError(f"text_config.gate_temp: found {temperature!r}, wanted 1.0")
+        top["text_config"] = text
+    if (vision := top.get("vision_config")) is not None:
+        if not isinstance(vision, Mapping):
+            raise ConfigError(f"vision_config: found {vision!r}, wanted an object")
+        vision = dict(vision)
+        if "downsample_ratio" in vision:  # the published name
+            vision["downsample"] = vision.pop("downsample_ratio")
+        top["vision_config"] = vision
+    return ReleaseConfig(ModelConfig.from_dict(top), quantisation)
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested document of a flat one."""
+    text: dict[str, Any] = {}
+    scaling: dict[str, Any] = {"rope_type": "yarn"}
+    vision: dict[str, Any] = {}
+    top: dict[str, Any] = {"model_type": MODEL_TYPE}
+    for key, value in flat.items():
+        if key in _FLAT_IGNORED or key in ("dtype", "expert_dtype"):
+            continue
+        if key in _ROPE_RENAMES:
+            scaling[_ROPE_RENAMES[key]] = value
+        elif key in _VISION_RENAMES:
+            vision[_VISION_RENAMES[key]] = value
+        elif key in _TOP_IDS:
+            top[key] = value
+        else:
+            text[_TEXT_RENAMES.get(key, key)] = value
+    text["rope_scaling"] = scaling
+    if {"factor", "original_max_position_embeddings"} <= scaling.keys():
+        # The flat file does not say it: YaRN stretches the original length by its factor.
+        stretched = scaling["factor"] * scaling["original_max_position_embeddings"]
+        text.setdefault("max_position_embeddings", int(stretched))
+    if "engram_pad_token_id" in text:
+        top.setdefault("pad_token_id", text["engram_pad_token_id"])
+    if vision.get("num_hidden_layers"):
+        top["vision_config"] = vision
+    dtype = flat.get("dtype", "fp8")
+    if dtype not in ("fp8", "bf16"):
+        raise ConfigError(f"dtype: found {dtype!r}, wanted 'fp8' or 'bf16'")
+    if dtype == "fp8":
+        # Nor does it give the block: 32 x 32 is what V4.1's files hold, and their shapes are
+        # checked against it.
+        experts = flat.get("expert_dtype") or "fp8"
+        top["quantization_config"] = quantisation_document(Quantisation((32, 32), experts))
+    return top | {"text_config": text}
+
+
+def _quantisation(value: Any) -> Quantisation | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"quantization_config: found {value!r}, wanted an object")
+    values = dict(value)
+    fixed = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}
+    for key, wanted in (fixed | {"fmt": "e4m3"}).items():
+        found = values.pop(key, None if key in fixed else wanted)
+        if found != wanted:
+            raise ConfigError(f"quantization_config.{key}: found {found!r}, wanted {wanted!r}")
+    block = values.pop("weight_block_size", None)
+    if not isinstance(block, list | tuple) or len(block) != 2:
+        raise ConfigError(
+            f"quantization_config.weight_block_size: found {block!r}, wanted [32, 32] or [128, 128]"
+        )
+    experts = values.pop("expert_dtype", "fp8")
+    if values:
+        raise ConfigError(f"quantization_config.{sorted(values)[0]}: unknown key")
+    return Quantisation((block[0], block[1]), experts)
+
+
+def quantisation_document(quantisation: Quantisation) -> dict[str, Any]:
+    """The `quantization_config` object of a config.json."""
+    return {
+        "quant_method": "fp8",
+        "expert_dtype": quantisation.expert_dtype,
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(quantisation.weight_block),
+        "scale_fmt": "ue8m0",
+    }
+
+
+def config_document(release: ReleaseConfig) -> dict[str, Any]:
+    """The nested config.json of a release; `read_config` of it gives `release` back."""
+    text = dataclasses.asdict(release.model)
+    vision = text.pop("vision")
+    document: dict[str, Any] = {
+        "architectures": ["DeepseekV41ForCausalLM"],
+        "model_type": MODEL_TYPE,
+        "dtype": "bfloat16",
+        **{key: text.pop(key) for key in _TOP_IDS},
+    }
+    if release.quantisation is not None:
+        document["quantization_config"] = quantisation_document(release.quantisation)
+    text["rope_scaling"] = {"rope_type": "yarn", **text["rope_scaling"]}
+    document["text_config"] = text | {
+        "num_key_value_heads": 1,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "n_shared_experts": 1,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+    }
+    if vision is not None:
+        vision["downsample_ratio"] = vision.pop("downsample")
+        document["vision_config"] = vision
+    return document

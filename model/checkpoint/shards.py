@@ -1,0 +1,235 @@
+"""Files of a checkpoint: bounded JSON, safetensors headers, and reads that count their bytes.
+
+The header is parsed here and not by the safetensors library because a release is read in pieces
+straight into place, with every byte counted, and because a mapped file that is cut short under the
+reader ends the process. The library is the oracle in the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from headrace.model.checkpoint.encoding import DTYPE_BYTES, StoredSpec
+from headrace.model.checkpoint.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+# A release's index has 10 MB; the safetensors format itself allows headers up to 100 MB.
+MAX_JSON_BYTES = 100_000_000
+
+
+@dataclass(slots=True)
+class Meter:
+    """What was read and what is in hand. `held_bytes` counts buffers of this package only."""
+
+    read_bytes: int = 0
+    held_bytes: int = 0
+    peak_held_bytes: int = 0
+
+    def hold(self, n_bytes: int) -> None:
+        self.held_bytes += n_bytes
+        self.peak_held_bytes = max(self.peak_held_bytes, self.held_bytes)
+
+    def drop(self, n_bytes: int) -> None:
+        self.held_bytes -= n_bytes
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise CheckpointError(f"{key}: found twice in one JSON object, wanted once")
+        values[key] = value
+    return values
+
+
+def parse_json(name: str, raw: bytes) -> dict[str, Any]:
+    """A JSON object; an object that has a key twice is refused. Raises CheckpointError."""
+    try:
+        value = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name}: not valid JSON ({type(error).__name__})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name}: found {type(value).__name__}, wanted a JSON object")
+    return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object. Raises CheckpointError if it is absent, too long or malformed."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_JSON_BYTES + 1)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name}: missing from the checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from None
+    if len(raw) > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path.name}: longer than {MAX_JSON_BYTES} bytes")
+    return parse_json(path.name, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor's bytes lie: `offset` counts from the start of the file."""
+
+    spec: StoredSpec
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHeader:
+    """A shard's tensors in the order of its header, and its free-text metadata."""
+
+    places: tuple[TensorPlace, ...]
+    metadata: Mapping[str, str] | None
+    data_offset: int
+
+
+def parse_header(name: str, raw: bytes, data_offset: int, file_bytes: int) -> ShardHeader:
+    """Check a safetensors header against the file's length.
+
+    The tensors must cover the data without gaps or overlap. Raises CheckpointError.
+    """
+    document = parse_json(f"{name}: header", raw)
+    metadata = document.pop("__metadata__", None)
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    ):
+        raise CheckpointError(f"{name}: __metadata__ is not a table of strings")
+    places = tuple(_place(name, key, value, data_offset) for key, value in document.items())
+    end = data_offset
+    for place in sorted(places, key=lambda p: (p.offset, p.spec.n_bytes)):
+        if place.offset != end:
+            raise CheckpointError(
+                f"{name}: {place.spec.name} starts at byte {place.offset}, wanted {end}: "
+                "tensors overlap or leave a gap"
+            )
+        end += place.spec.n_bytes
+    if file_bytes < end:
+        raise CheckpointError(f"{name}: truncated, found {file_bytes} bytes, wanted {end}")
+    if file_bytes > end:
+        raise CheckpointError(f"{name}: found {file_bytes} bytes, wanted {end}: bytes of no tensor")
+    return ShardHeader(places, metadata, data_offset)
+
+
+def _is_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
+    )
+
+
+def _place(file: str, name: str, value: Any, data_offset: int) -> TensorPlace:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{file}: {name}: wanted dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if dtype not in DTYPE_BYTES:
+        wanted = ", ".join(DTYPE_BYTES)
+        raise CheckpointError(f"{file}: {name}: found dtype {dtype!r}, wanted one of {wanted}")
+    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{file}: {name}: shape or data_offsets are not sizes")
+    spec = StoredSpec(name, dtype, tuple(shape))
+    if offsets[1] - offsets[0] != spec.n_bytes:
+        raise CheckpointError(
+            f"{file}: {name}: found {offsets[1] - offsets[0]} bytes, wanted {spec.n_bytes} for "
+            f"{dtype} {list(spec.shape)}"
+        )
+    return TensorPlace(spec, data_offset + offsets[0])
+
+
+@dataclass(slots=True)
+class Shard:
+    """One open file. `read` may be called from several threads; `close` ends it."""
+
+    name: str
+    header: ShardHeader
+    meter: Meter
+    _fd: int = field(repr=False)
+
+    @classmethod
+    def open(cls, path: Path, meter: Meter) -> Self:
+        """Open a shard and check its header. Raises CheckpointError."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path.name}: shard missing from the checkpoint") from None
+        except OSError as error:
+            raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from None
+        try:
+            header = cls._header(path.name, fd, meter)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path.name, header, meter, fd)
+
+    @staticmethod
+    def _header(name: str, fd: int, meter: Meter) -> ShardHeader:
+        file_bytes = os.fstat(fd).st_size
+        if file_bytes < 8:
+            raise CheckpointError(f"{name}: truncated, found {file_bytes} bytes, wanted a header")
+        length = int.from_bytes(os.pread(fd, 8, 0), "little")
+        if length > file_bytes - 8:
+            raise CheckpointError(
+                f"{name}: header of {length} bytes is larger than the file of {file_bytes}"
+            )
+        if length > MAX_JSON_BYTES:
+            raise CheckpointError(
+                f"{name}: header of {length} bytes, wanted at most {MAX_JSON_BYTES}"
+            )
+        raw = os.pread(fd, length, 8)
+        meter.read_bytes += 8 + len(raw)
+        return parse_header(name, raw, 8 + length, file_bytes)
+
+    def read(self, offset: int, out: torch.Tensor) -> None:
+        """Fill `out` (uint8, contiguous, CPU) from `offset`. Raises CheckpointError at the end."""
+        view = out.numpy().data.cast("B") if out.numel() else memoryview(b"")
+        done = 0
+        while done < len(view):
+            n = os.preadv(self._fd, [view[done:]], offset + done)
+            if n == 0:
+                raise CheckpointError(f"{self.name}: cut short while it was read")
+            done += n
+        self.meter.read_bytes += done
+
+    def close(self) -> None:
+        """Close the file; calling it again does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def header_bytes(specs: list[StoredSpec], metadata: Mapping[str, str] | None) -> bytes:
+    """Length prefix and header of a shard that holds `specs` in this order, back to back."""
+    document: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    offset = 0
+    for spec in specs:
+        end = offset + math.prod(spec.shape) * DTYPE_BYTES[spec.dtype]
+        document[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
