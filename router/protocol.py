@@ -1,0 +1,226 @@
+"""Requests into prompts and token ids into answers, by the protocol library where it has one.
+
+Chat prompts, their encoding, stop strings, reasoning and tool-call parsing and chat chunks come
+from deepseek-recipe; `/v1/completions` is written here. A `Speaker` serves one attempt at one
+request: a retry before the first byte takes a fresh one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import deepseek_recipe as recipe
+import orjson
+
+from headrace.core.chain import TokenIds, as_token_ids
+from headrace.core.errors import InvalidRequest
+from headrace.core.request import FinishReason
+from headrace.router.jsonbody import Json
+from headrace.router.tokens import StopScanner, TextStream, Vocabulary
+
+_ALIAS = "headrace"
+_UNBOUNDED = (1 << 32) - 1  # max_tokens is checked against the model's context, not by the library
+_FINISH = {
+    FinishReason.STOP: recipe.InferenceFinishReason.Stop,
+    FinishReason.LENGTH: recipe.InferenceFinishReason.Length,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def body(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Speaker(Protocol):
+    """Turns one attempt's tokens into the endpoint's JSON. `push` and `finish` give stream events;
+    `whole` gives the plain answer after `finish`. Nothing is pushed after `stopped` is True."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        ...
+
+    def push(self, token_ids: Sequence[int]) -> list[bytes]: ...
+    def finish(self, reason: FinishReason, usage: Usage) -> list[bytes]: ...
+    def whole(self) -> bytes: ...
+
+
+class ChatPrompt:
+    """A converted chat request: its prompt's ids, and speakers for its answer."""
+
+    def __init__(self, request: recipe.ConversationRequest, token_ids: TokenIds) -> None:
+        self._request = request
+        self.token_ids = token_ids
+
+    @property
+    def temperature(self) -> float:
+        """The one in force: thinking fixes it."""
+        value = self._request.inference_options.temperature
+        return 1.0 if value is None else float(value)
+
+    @property
+    def top_p(self) -> float:
+        value = self._request.inference_options.top_p
+        return 1.0 if value is None else float(value)
+
+    def speaker(self, request_id: str, model: str, tokenizer: recipe.Tokenizer) -> Speaker:
+        return _ChatSpeaker(self._request, f"chatcmpl-{request_id}", model, tokenizer)
+
+
+class Protocols:
+    """The protocol library bound to one tokenizer. Immutable; safe to use from several threads."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.tokenizer = recipe.Tokenizer.from_str(vocabulary.text)
+        self._encoding = recipe.DeepseekV41Encoding().with_tokenizer(self.tokenizer)
+        self._options = recipe.ConversionOptions(
+            default_thinking_mode=False,
+            thinking_max_tokens_upper_bound=_UNBOUNDED,
+            non_thinking_max_tokens_upper_bound=_UNBOUNDED,
+        ).with_model_alias(_ALIAS, recipe.ModelVersion.DeepseekV41Flash)
+
+    def chat_prompt(self, chat: Json) -> ChatPrompt:
+        """Render and encode a checked chat body. O(text), releases the GIL while encoding.
+
+        Raises `InvalidRequest` for what the template refuses, in our words."""
+        try:
+            request = recipe.ChatCompletionRequest({**chat, "model": _ALIAS}).convert(self._options)
+        except recipe.ConversionError as error:
+            raise InvalidRequest(_message_of(error), param="messages") from None
+        except ValueError:  # the library's text names Rust types
+            raise InvalidRequest("messages cannot be rendered", param="messages") from None
+        if request.conversation.messages and any(
+            message.image_sources for message in request.conversation.messages
+        ):
+            raise InvalidRequest("images are not offered by this deployment", param="messages")
+        return ChatPrompt(request, as_token_ids(self._encoding.encode(request.conversation)))
+
+    def completion_speaker(self, request_id: str, model: str, stop: tuple[str, ...]) -> Speaker:
+        return _CompletionSpeaker(f"cmpl-{request_id}", model, stop, self.vocabulary)
+
+
+class _ChatSpeaker:
+    def __init__(
+        self, request: recipe.ConversationRequest, id: str, model: str, tokenizer: recipe.Tokenizer
+    ) -> None:
+        generator = recipe.ChatCompletionRequest.chunk_generator(request, id, model)
+        self._processor = recipe.StreamProcessor(generator, request.parsing_options, tokenizer)
+        self._identity = (id, model)
+        self._last: bytes | None = None  # the chunk with finish reason and usage
+        self._chunks: list[Any] = []
+        self._usage: Usage | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self._processor.finished)
+
+    def push(self, token_ids: Sequence[int]) -> list[bytes]:
+        return self._take(self._processor.push(recipe.InferenceChunk.tokens(list(token_ids))))
+
+    def finish(self, reason: FinishReason, usage: Usage) -> list[bytes]:
+        out: list[bytes] = []
+        if not self.stopped:
+            out = self._take(self._processor.push(recipe.InferenceChunk.finish(_FINISH[reason])))
+            out += self._take(self._processor.finish())
+        self._usage = usage
+        if self._last is not None:
+            out.append(_with_usage(self._last, usage))
+        return out
+
+    def whole(self) -> bytes:
+        assert self._usage is not None, "whole() comes after finish()"
+        id, model = self._identity
+        response = recipe.ChatCompletionResponse(id, model, int(time.time()), 0, 0)
+        for chunk in self._chunks:
+            response.accumulate(chunk)
+        return _with_usage(response.to_json().encode(), self._usage)
+
+    def _take(self, chunks: Iterable[Any]) -> list[bytes]:
+        """JSON of these chunks. The one with the usage is kept back: how much of the prompt was
+        cached is known only when the replica reports, after a stop string maybe never."""
+        out: list[bytes] = []
+        for chunk in chunks:
+            payload = chunk.to_json().encode()
+            self._chunks.append(chunk)
+            if self._processor.finished and b'"usage":{' in payload:
+                self._last = payload
+            else:
+                out.append(payload)
+        return out
+
+
+class _CompletionSpeaker:
+    def __init__(self, id: str, model: str, stop: tuple[str, ...], vocabulary: Vocabulary) -> None:
+        self._head = {"id": id, "object": "text_completion", "created": int(time.time())}
+        self._head["model"] = model
+        self._text = TextStream(vocabulary)
+        self._scanner = StopScanner(stop)
+        self._parts: list[str] = []
+        self._reason = FinishReason.STOP
+        self._usage: Usage | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self._scanner.stopped
+
+    def push(self, token_ids: Sequence[int]) -> list[bytes]:
+        return self._say(self._scanner.push(self._text.push(token_ids)))
+
+    def finish(self, reason: FinishReason, usage: Usage) -> list[bytes]:
+        text = ""
+        if not self.stopped:
+            text = self._scanner.push(self._text.finish())
+            if not self.stopped:
+                text += self._scanner.finish()
+        self._reason = FinishReason.STOP if self.stopped else reason
+        self._usage = usage
+        out = self._say(text)
+        out.append(orjson.dumps(self._body("", self._reason.value) | {"usage": usage.body()}))
+        return out
+
+    def whole(self) -> bytes:
+        assert self._usage is not None, "whole() comes after finish()"
+        body = self._body("".join(self._parts), self._reason.value)
+        return orjson.dumps(body | {"usage": self._usage.body()})
+
+    def _say(self, text: str) -> list[bytes]:
+        if not text:
+            return []
+        self._parts.append(text)
+        return [orjson.dumps(self._body(text, None) | {"usage": None})]
+
+    def _body(self, text: str, reason: str | None) -> Json:
+        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+        return {**self._head, "choices": [choice]}
+
+
+def _with_usage(payload: bytes, usage: Usage) -> bytes:
+    """A chunk or response of the library with the true counts in place of its own."""
+    body = orjson.loads(payload)
+    details = body["usage"].get("completion_tokens_details")
+    body["usage"] = usage.body()
+    if details is not None:
+        body["usage"]["completion_tokens_details"] = details
+    return orjson.dumps(body)
+
+
+def _message_of(error: recipe.ConversionError) -> str:
+    """The sentence inside the library's error body; it names fields and ranges, no internals."""
+    try:
+        return str(orjson.loads(error.body)["error"]["message"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return "messages cannot be rendered"

@@ -1,0 +1,344 @@
+"""One request from acceptance to its one terminal event, over as many attempts as it takes.
+
+    accept -> [queue for room] -> dispatch (epoch 0) -> tokens ... -> end
+                                   ^  replica lost or gave up, no byte sent yet
+                                   +--- withdraw old epoch, next epoch, other replica
+
+A ticket owns all a request holds in the router: its charges in the ledger, its jobs at replicas.
+`end` releases both, once, whatever the way: finish, error, client gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from headrace.core import faults
+from headrace.core.chain import as_token_ids
+from headrace.core.errors import DeadlineExceeded, HeadraceError, ReplicaLost
+from headrace.core.ids import JobKey
+from headrace.core.messages import (
+    Cancel,
+    DecodeJob,
+    PrefillDone,
+    PrefillJob,
+    StageTimes,
+    TokenItem,
+)
+from headrace.core.records import RequestRecord
+from headrace.core.request import FinishReason, GenRequest
+from headrace.core.states import (
+    REQUEST_TABLE,
+    TERMINAL_REQUEST_STATES,
+    RequestEvent,
+    RequestState,
+)
+from headrace.router.ledger import Charge
+from headrace.router.policy import Route, Work
+from headrace.router.replicas import Replica
+
+if TYPE_CHECKING:
+    from headrace.router.desk import Desk
+
+log = logging.getLogger(__name__)
+PREFILL_REPORT_S = 0.25  # how long an answer's end waits for its prefill's counts
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a ticket gives next. With `restart` everything given before is void: another attempt
+    begins at the first token. An empty piece without `finish` means that nothing came in time."""
+
+    token_ids: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    restart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """An attempt has failed. `replica` is the key of the one to avoid next, if one is to blame."""
+
+    error: HeadraceError
+    retryable: bool
+    replica: str = ""
+
+
+Arrival: TypeAlias = Piece | Trouble
+
+
+class Ticket:
+    """One accepted request. Driven by one task through `next` and `end`; replicas' messages come in
+    through the desk on the same loop."""
+
+    def __init__(self, desk: Desk, request: GenRequest, record: RequestRecord) -> None:
+        """`request.deadline_s` is what is left at this moment."""
+        self._desk = desk
+        self._base = request
+        self.record = record
+        self.state = RequestState.ACCEPTED
+        self.epoch = 0
+        self.decode: Replica | None = None
+        self.prefill: Replica | None = None
+        self.times: StageTimes | None = None
+        self.prefill_report: PrefillDone | None = None
+        self._work: Work | None = None
+        self._loop = asyncio.get_running_loop()
+        self._born_s = self._loop.time()
+        self._deadline_s = self._born_s + request.deadline_s
+        self._charges: list[Charge] = []
+        self._avoid: set[str] = set()
+        self._next_index = 0  # of the token that is to arrive next
+        self._given = False  # whether a piece with tokens was given in this attempt
+        self._decode_done = False
+        self._inbox: deque[Arrival] = deque()
+        self._arrived = asyncio.Event()
+        self._dispatching: asyncio.Task[None] | None = None
+
+    @property
+    def key(self) -> JobKey:
+        return JobKey(self._base.request_id, self.epoch)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that no replica had to compute for this request: what its prefill found
+        stored, or decode where none took part, or the index's word when decode has not spoken."""
+        if self.prefill is not None:
+            return self.prefill_report.hit_tokens if self.prefill_report else 0
+        if self.times is not None:
+            return min(self.times.hit_tokens, self._base.n_tokens)
+        return self._work.hit_tokens if self._work else 0
+
+    async def next(self, wait_s: float) -> Piece:
+        """The next piece; an empty one when nothing came within `wait_s`. Starts and repeats
+        attempts by itself. Cancelling it loses nothing.
+
+        Raises `DeadlineExceeded` at the request's deadline, and the attempt's error when it cannot
+        be repeated."""
+        if self._dispatching is None:
+            self._dispatching = asyncio.create_task(self._dispatch())
+        now_s = self._loop.time()
+        give_up_s = min(now_s + wait_s, self._deadline_s)
+        while not self._inbox:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout_at(give_up_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                if self._loop.time() >= self._deadline_s:
+                    raise DeadlineExceeded(
+                        f"a request is limited to {self._base.deadline_s:g} s, got no end by then"
+                    ) from None
+                return Piece()
+        arrival = self._inbox.popleft()
+        if isinstance(arrival, Trouble):
+            return self._again(arrival)
+        if arrival.finish is not None:
+            await self._await_prefill_report()
+        self._given = self._given or bool(arrival.token_ids)
+        return arrival
+
+    def byte_sent(self) -> None:
+        """Text reached the client: no other attempt is possible from now on."""
+        self._step(RequestEvent.TOKENS)
+
+    def end(self, event: RequestEvent, finish: str) -> None:
+        """The terminal event. Releases everything; idempotent, only the first call counts.
+
+        `finish` goes into the record: the finish reason, an error's code, or `cancelled`."""
+        if self.state in TERMINAL_REQUEST_STATES:
+            return
+        self._step(event)
+        if self._dispatching is not None:
+            self._dispatching.cancel()
+        self._withdraw("ended" if event is RequestEvent.FINISH else finish)
+        self._fill_record(finish)
+        self._desk.close(self)
+
+    # What replicas say, by way of the desk. The key is known to be the current one.
+
+    def take(self, item: TokenItem) -> bool:
+        """Tokens from the decode replica; False when there was nothing new in them."""
+        if self._decode_done:
+            return False
+        seen = self._next_index - item.first_index
+        if seen < 0:
+            lost = ReplicaLost(f"tokens {self._next_index} to {item.first_index} did not arrive")
+            self.trouble(lost, retryable=True, replica=self.decode)
+            return True
+        token_ids = item.token_ids[seen:]
+        if not token_ids and item.finish is None:
+            return False
+        self._next_index += len(token_ids)
+        if item.finish is not None:
+            self._decode_done = True
+            self.times = item.times
+            self._release()
+            if token_ids and token_ids[-1] in self._base.stop_token_ids:
+                token_ids = token_ids[:-1]  # it ended the sequence and is no text
+        self._put(Piece(token_ids, item.finish))
+        return True
+
+    def prefill_done(self, message: PrefillDone) -> None:
+        self.prefill_report = message
+        self._step(RequestEvent.PREFILL_DONE)
+        for charge in self._charges:
+            if self.prefill is not None and charge.replica == self.prefill.key:
+                self._desk.ledger.close(charge)
+        self._arrived.set()
+
+    def trouble(self, error: HeadraceError, *, retryable: bool, replica: Replica | None) -> bool:
+        """A replica gave the attempt up or is gone; False when that no longer matters."""
+        if self._decode_done:
+            return False
+        ready = bool(self._next_index) or self.prefill_report is not None
+        if replica is not None and replica is self.prefill and ready:
+            return False  # decode has all it needs
+        self._put(Trouble(error, retryable, replica.key if replica is not None else ""))
+        return True
+
+    def give_up(self, error: HeadraceError) -> None:
+        """End this request with `error`, whatever its replicas do."""
+        self._put(Trouble(error, retryable=False))
+
+    # Attempts.
+
+    async def _dispatch(self) -> None:
+        """One attempt: look up, choose (waiting for room if need be), count, send."""
+        try:
+            waited_s = self._loop.time()
+            work, route = await self._desk.find_room(self._base, self._avoid, again=self.epoch > 0)
+            self.record.stage("queue_s", self._loop.time() - waited_s)
+            self._work = work
+            self._commit(route)
+            await self._send()
+        except HeadraceError as error:
+            self._put(Trouble(error, retryable=False))
+        except ConnectionError:
+            lost = self.decode
+            if lost is not None and lost.linked:
+                lost = self.prefill
+            name = lost.name if lost is not None else "a replica"
+            self.trouble(ReplicaLost(f"{name} was lost"), retryable=True, replica=lost)
+        except Exception:
+            log.exception("dispatch of %s failed", self.key)
+            self._put(Trouble(HeadraceError("internal error"), retryable=False))
+
+    def _commit(self, route: Route) -> None:
+        self.decode = self._desk.replica(route.decode.key)
+        self.prefill = self._desk.replica(route.prefill.key) if route.prefill else None
+        work, ledger = route.work, self._desk.ledger
+        rows = work.plan.encoder_rows
+        if self.prefill is not None:
+            prefill_rows = work.prefill_plan.encoder_rows
+            self._charges.append(ledger.open(self.prefill.key, prefill_rows, work.n_tokens))
+            rows = min(rows, self._base.keep_tokens + 127)
+        self._charges.append(ledger.open(self.decode.key, rows, work.resident_tokens))
+        self._step(RequestEvent.SENT_TO_PREFILL if self.prefill else RequestEvent.SENT_TO_DECODE)
+        self.record.attempts += 1
+        self.record.epoch = self.epoch
+        self.record.why = route.why
+        self.record.decode = self.decode.name
+        self.record.prefill = self.prefill.name if self.prefill is not None else ""
+
+    async def _send(self) -> None:
+        assert self.decode is not None
+        left_s = max(0.001, self._deadline_s - self._loop.time())
+        request = replace(self._base, epoch=self.epoch, deadline_s=left_s)
+        number = {charge.replica: charge.dispatch for charge in self._charges}
+        name = self.prefill.name if self.prefill is not None else ""
+        job = DecodeJob(request, as_token_ids(()), bool(name), name, number[self.decode.key])
+        action = faults.hit("router.dispatch")
+        for _ in range({"drop": 0, "duplicate": 2}.get(action or "", 1)):
+            await self.decode.send(job)
+            if self.prefill is not None:
+                address = self.decode.member.address
+                dispatch = number[self.prefill.key]
+                await self.prefill.send(PrefillJob(request, address, self.decode.name, dispatch))
+
+    def _again(self, trouble: Trouble) -> Piece:
+        """Begin another attempt, or raise the error of the failed one."""
+        may = (
+            trouble.retryable
+            and self.state in (RequestState.PREFILLING, RequestState.DECODING)
+            and self.record.attempts <= self._desk.retries
+            and self._desk.take_retry()
+        )
+        if not may:
+            raise trouble.error
+        log.warning("%s: another attempt after: %s", self.key, trouble.error.message)
+        if trouble.replica:
+            self._avoid.add(trouble.replica)
+        if self._dispatching is not None:
+            self._dispatching.cancel()
+        self._withdraw("another attempt")
+        self._step(RequestEvent.RETRY)
+        self.epoch += 1
+        self.decode = self.prefill = None
+        self.prefill_report = self.times = None
+        self._next_index, self._decode_done = 0, False
+        self._inbox.clear()
+        self._dispatching = asyncio.create_task(self._dispatch())
+        given, self._given = self._given, False
+        return Piece(restart=given)
+
+    def _withdraw(self, reason: str) -> None:
+        """Tell every replica that may still hold something for this attempt, and release it."""
+        finished = self.state is RequestState.FINISHED
+        if self.decode is not None and not (finished and self._decode_done):
+            self.decode.post(Cancel(self.key, reason))
+        if self.prefill is not None and not (finished and self.prefill_report is not None):
+            self.prefill.post(Cancel(self.key, reason))
+        self._release()
+
+    def _release(self) -> None:
+        charges, self._charges = self._charges, []
+        for charge in charges:
+            self._desk.ledger.close(charge)
+        if charges:
+            self._desk.kick()
+
+    async def _await_prefill_report(self) -> None:
+        """Its counts come over another socket than the last token and may be a moment later."""
+        if self.prefill is None or self.prefill_report is not None:
+            return
+        give_up_s = self._loop.time() + PREFILL_REPORT_S
+        while self.prefill_report is None and self._loop.time() < give_up_s:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout_at(give_up_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return
+
+    def _put(self, arrival: Arrival) -> None:
+        self._inbox.append(arrival)
+        self._arrived.set()
+
+    def _step(self, event: RequestEvent) -> None:
+        self.state = REQUEST_TABLE.step(self.state, event, self.key).state
+
+    def _fill_record(self, finish: str) -> None:
+        record, times = self.record, self.times
+        record.finish = finish
+        record.cached_tokens = self.cached_tokens
+        record.stage("total_s", self._loop.time() - self._born_s)
+        if self.prefill_report is not None:
+            record.prefill_rows = self.prefill_report.encoder_rows
+            record.prefill_hit_tokens = self.prefill_report.hit_tokens
+            record.stage("prefill_s", self.prefill_report.run_s)
+        if times is None:
+            return
+        record.encoder_rows, record.decoder_rows = times.encoder_rows, times.decoder_rows
+        record.start_kind = times.start_kind
+        record.load_bytes = times.load_bytes
+        record.committed_blocks = times.committed_blocks
+        record.stage("prefill_wait_s", times.wait_s)
+        record.stage("load_s", times.load_s)
+        record.stage("replay_s", times.replay_s)
+        record.stage("decode_s", times.decode_s)
+        if self.prefill is not None:
+            bound = max(self._base.n_tokens - times.hit_tokens, self._base.keep_tokens + 127)
+            record.handoff_extra_rows = max(0, times.encoder_rows - bound)

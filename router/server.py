@@ -1,0 +1,202 @@
+"""The HTTP edge under the application: uvicorn with h11, and what it lacks against slow peers.
+
+uvicorn has no deadline for a request's head and reads on for ever after an early answer; both are
+added here. Deadlines for the body, and every rule that can be told from a parsed head, live in
+`app`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import h11
+import orjson
+import uvicorn
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from headrace.core.errors import HeadraceError, InvalidRequest, RequestTimeout
+from headrace.core.limits import EdgeLimits
+
+log = logging.getLogger(__name__)
+LINGER_S = 2.0  # how long the rest of a refused body is read and dropped
+IDLE_S = 20.0  # an idle keep-alive connection is closed after this
+
+
+class HeadTooLarge(HeadraceError):
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """The loop a router runs best on: uvloop's where it is installed, else the standard one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def protocol_class(limits: EdgeLimits) -> type[H11Protocol]:
+    """uvicorn's h11 protocol with these limits bound in (uvicorn constructs it itself)."""
+
+    class Protocol(EdgeProtocol):
+        edge = limits
+
+    return Protocol
+
+
+class EdgeProtocol(H11Protocol):
+    """One connection. Adds four things to uvicorn's protocol:
+
+    a deadline for a request's head, counted from the connection's first moment or, on a reused one,
+    from the first byte of the next request; errors of the HTTP parser as our JSON error body; an
+    end for a client that takes nothing for `stall_s` while we have something to send (the
+    application sees it leave); and a lingering end: after an answer that came before the body was
+    read, the body is dropped for `LINGER_S` and at most `body_bytes`, since closing at once would
+    reset the connection and take the answer from the client."""
+
+    edge: EdgeLimits
+    _deadline: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
+    _dropped_bytes: int | None = None  # set while lingering
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm(self.edge.header_deadline_s, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        if self._stall is not None:
+            self._stall.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall = self.loop.call_later(self.edge.stall_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        if self._dropped_bytes is not None:
+            self._dropped_bytes += len(data)
+            if self._dropped_bytes > self.edge.body_bytes:
+                self.transport.abort()
+                return
+        elif self._deadline is None and self.conn.their_state is h11.IDLE:
+            self._arm(self.edge.header_deadline_s, self._head_is_late)
+        super().data_received(data)
+        if self._dropped_bytes is None:
+            if self.conn.their_state is not h11.IDLE:
+                self._disarm()
+        elif self.conn.their_state is not h11.SEND_BODY:  # all of the unwanted body has passed
+            self._dropped_bytes = None
+            self._disarm()
+
+    def on_response_complete(self) -> None:
+        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            self._dropped_bytes = 0
+            self._arm(LINGER_S, self.transport.abort)
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what h11 refused (called by uvicorn inside its except clause)."""
+        cause = sys.exc_info()[1]
+        status = getattr(cause, "error_status_hint", 400)
+        error: HeadraceError = (
+            HeadTooLarge(f"a request's head is limited to {self.edge.header_bytes} bytes")
+            if status == 431
+            else InvalidRequest("not a valid HTTP request")
+        )
+        self._answer_and_close(error)
+
+    def _head_is_late(self) -> None:
+        self._answer_and_close(
+            RequestTimeout(
+                f"a request's head is limited to {self.edge.header_deadline_s:g} s, got longer"
+            )
+        )
+
+    def _answer_and_close(self, error: HeadraceError) -> None:
+        """Send an error outside of any request, if the connection's state lets us, and close."""
+        self._disarm()
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self._answering():
+            body = orjson.dumps(error.body())
+            response = h11.Response(
+                status_code=error.status,
+                headers=[
+                    (b"content-type", b"application/json"),
+                    (b"content-length", str(len(body)).encode()),
+                    (b"connection", b"close"),
+                ],
+                reason=STATUS_PHRASES[error.status],
+            )
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _answering(self) -> bool:
+        """Whether the application already owns an answer on this connection."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _arm(self, seconds: float, action: Callable[[], None]) -> None:
+        self._disarm()
+        self._deadline = self.loop.call_later(seconds, action)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class EdgeServer(uvicorn.Server):
+    """uvicorn's server without signal handlers: the process belongs to whoever started the role."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make_server(app: Any, limits: EdgeLimits) -> EdgeServer:
+    """A server for `app`; `await server.serve(sockets=[...])` runs it, `should_exit` ends it."""
+    config = uvicorn.Config(
+        app,
+        http=protocol_class(limits),
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=limits.header_bytes,
+        timeout_keep_alive=int(IDLE_S),
+        timeout_graceful_shutdown=1,
+        backlog=1024,
+    )
+    return EdgeServer(config)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket, not yet accepting. Raises `OSError` when the address is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except BaseException:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock
