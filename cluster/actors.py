@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +55,6 @@ class RoleActor:
             load_config(run.config_file), run, Role(role), name, on_end=_leave_after_failure
         )
 
-    def status(self) -> dict[str, Any]:
-        """`RoleStatus` as a mapping."""
-        return asdict(self._thread.status())
-
     def stop(self, wait_s: float) -> bool:
         """End the role in its orderly way; the process stays until the actor is killed."""
         return self._thread.stop(wait_s)
@@ -75,9 +70,6 @@ class SupervisorActor:
         self._thread = SupervisorThread(
             config, run, lambda role, name: ensure_role(run, role, name)
         )
-
-    def status(self) -> dict[str, Any]:
-        return {"name": "supervisor-0", "pid": os.getpid(), "error": self._thread.error()}
 
     def stop(self, wait_s: float) -> bool:
         """Stop watching, so that roles may be ended without being brought back."""
@@ -102,7 +94,6 @@ def ensure_role(run: RunDir, role: Role, name: str) -> bool:
         max_restarts=-1,
         max_task_retries=0,
         num_cpus=0,
-        max_concurrency=4,  # status is answered while stop waits
     ).remote(*arguments)
     return True
 

@@ -6,6 +6,7 @@ file. `down` ends the members of that session, and only these.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.cluster.config import ClusterConfig, keep_copy, load_config
+from headrace.cluster.config import ClusterConfig, Processes, keep_copy, load_config
+from headrace.cluster.holders import ray_auth_mode
 from headrace.cluster.rundir import Phase, RunDir, RunState, headrace_home, known_clusters
 from headrace.cluster.session import end_run, leader_alive, run_members
 from headrace.core.errors import ConfigError, HeadraceError
@@ -39,6 +41,8 @@ class Launch:
     ) -> None:
         self.config: ClusterConfig = load_config(config, cluster=name)
         self.run = RunDir(headrace_home(), self.config.cluster)
+        if self.config.processes is Processes.RAY:
+            ray_auth_mode(os.environ, insecure=insecure)
         self._source = config
         self._foreground = foreground
         self._insecure = insecure

@@ -137,10 +137,6 @@ class SupervisorThread:
         self._thread.join(wait_s)
         return not self._thread.is_alive()
 
-    def error(self) -> str:
-        """The last thing that went wrong while watching, or ""."""
-        return self._error
-
     def _main(self) -> None:
         asyncio.run(self._loop())
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cluster import session
+from headrace.cluster.holders import ray_environment
 from headrace.cluster.rundir import Phase, RunDir, RunState, known_clusters, lock_run
 from headrace.cluster.sockets import Listener, listeners, refuse_open_listeners
 from headrace.core.errors import ConfigError
@@ -221,3 +222,19 @@ def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_ray_without_authentication_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    run = RunDir(tmp_path, "abc")
+    run.create()
+    for mode in ("disabled", "", "TOKEN", "k8s"):
+        with pytest.raises(ConfigError, match="--insecure"):
+            ray_environment(run, {"RAY_AUTH_MODE": mode}, insecure=False)
+    assert ray_environment(run, {"RAY_AUTH_MODE": "disabled"}, insecure=True)["RAY_AUTH_MODE"] == (
+        "disabled"
+    )
+    for environ in ({}, {"RAY_AUTH_MODE": "token"}):
+        made = ray_environment(run, environ, insecure=False)
+        assert made["RAY_AUTH_MODE"] == "token"
+        assert len(Path(made["RAY_AUTH_TOKEN_PATH"]).read_text()) == 64
+        assert made["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
