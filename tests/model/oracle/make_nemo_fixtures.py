@@ -20,7 +20,8 @@ Its top-k leaves ties open, ours goes to the lowest entry, so `topk` is replaced
 Two kinds of case. In float32 any two programs, or one program on two processors, differ in last
 bits; a value that lies on a rounding border then gets another 4- or 8-bit code, the code moves a
 selection, and logits move by up to 3. Of 814 random prompts of 64 tokens two kept every code under
-twelve perturbations of all weights by 1.5e-7: these are the `plain` cases. Longer ones always have
+twelve perturbations of all weights by 1.5e-7, of shorter ones more: the `plain` cases are such and
+also hold under other instruction sets (MKL_CBWR, ATEN_CPU_CAPABILITY); longer prompts always have
 such a value, so they also keep the program's codes: the test follows them and checks every
 difference to be a border case.
 """
@@ -58,7 +59,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("t1-plain-a", "t1", 21, 64, 98),
-    Case("t1-plain-b", "t1", 21, 64, 531),
+    Case("t1-plain-b", "t1", 21, 48, 663),
     Case("t1-text", "t1", 11, 320, 11, codes=True),
     Case("t1-image", "t1", 12, 160, 12, image=(40, 66), codes=True),
     Case("t2-text", "t2", 13, 400, 13, codes=True),
