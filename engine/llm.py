@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
 
 from headrace.core.chain import TokenIds, as_token_ids, block_digests, root_digest
 from headrace.core.deployment import Deployment
@@ -69,13 +72,14 @@ class LLM:
         self.keep_tokens = deployment.keep_for(self.engine.geometry.window_tokens)
         config = self.engine.model.config
         self.tokenizer = package_tokenizer(config.vocab_size)
+        self._plain = _without_added_tokens(self.tokenizer)
         self._bos, self._eos = config.bos_token_id, config.eos_token_id
         namespace = self.engine.card(model).namespace()
         self._root = root_digest(namespace.digest(), _OFFLINE_SALT)
 
     def encode(self, text: str) -> TokenIds:
         """BOS and the ids of `text`, taken as plain text: no added token comes from it."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._plain.encode(text, add_special_tokens=False).ids
         return as_token_ids([self._bos, *ids])
 
     def generate(
@@ -172,6 +176,11 @@ class LLM:
             encoder_rows=event.encoder_rows,
             decoder_rows=event.decoder_rows,
         )
+
+
+def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer, to which `<｜User｜>` in a text is only its characters."""
+    return Tokenizer.from_str(json.dumps({**json.loads(tokenizer.to_str()), "added_tokens": []}))
 
 
 def _per_prompt(sampling: Sampling | Sequence[Sampling] | None, count: int) -> Sequence[Sampling]:
