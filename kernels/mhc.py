@@ -6,17 +6,24 @@ import numpy as np
 import torch
 
 
+# Up to this many rows plain floats are cheapest: 20 us a row against 100 us for the numpy calls.
+_FLOAT_ROWS = 4
+
+
 def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Balance softmax(logits) [n, hc, hc]; returns [n, hc, hc] in the same dtype.
 
     C = softmax over the last axis + eps, then columns, then `iterations - 1` times rows and
-    columns: C /= (sum + eps). Sums start from eps and add in index order, so that both paths
-    below give the same bits.
+    columns: C /= (sum + eps). Sums start from eps and add in index order, so that in float64 all
+    three ways below give the same bits.
     """
     c = torch.softmax(logits, dim=-1).add_(eps)
-    if c.device.type == "cpu":
-        return _sinkhorn_numpy(c, iterations, eps)
-    return _sinkhorn_torch(c, iterations, eps)
+    if c.device.type != "cpu":
+        return _sinkhorn_torch(c, iterations, eps)
+    if c.shape[0] <= _FLOAT_ROWS and c.shape[1] == 4:
+        rows = [_sinkhorn_floats(row, iterations, eps) for row in c.flatten(1).tolist()]
+        return torch.tensor(rows, dtype=c.dtype).view(c.shape)
+    return _sinkhorn_numpy(c, iterations, eps)
 
 
 def _sinkhorn_torch(c: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
@@ -31,18 +38,43 @@ def _sinkhorn_torch(c: torch.Tensor, iterations: int, eps: float) -> torch.Tenso
 
 
 def _sinkhorn_numpy(c: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """The same arithmetic at a fifth of the dispatch cost: 78 operations on [hc, hc, n]."""
+    """The same arithmetic at a fifth of the dispatch cost: 78 operations on [hc, hc, n].
+
+    With one row numpy adds in another order.
+    """
     m = np.ascontiguousarray(c.numpy().transpose(1, 2, 0))
-    rows, columns = m.shape[0], m.shape[1]
-    over_rows = np.empty((1, columns, m.shape[2]), m.dtype)
-    over_columns = np.empty((rows, 1, m.shape[2]), m.dtype)
-    start = m.dtype.type(eps)
-    add, divide = np.add.reduce, np.divide
-    for half in range(2 * iterations - 1):
-        axis, total = (1, over_columns) if half % 2 else (0, over_rows)
-        add(m, axis=axis, out=total, keepdims=True, initial=start)
-        divide(m, total, out=m)
+    streams, n = m.shape[1:]
+    columns, rows = np.empty((1, streams, n), m.dtype), np.empty((streams, 1, n), m.dtype)
+    start, add, divide = m.dtype.type(eps), np.add.reduce, np.divide
+    # Positional: axis, dtype, out, keepdims, initial.
+    add(m, 0, None, columns, True, start)
+    divide(m, columns, m)
+    for _ in range(iterations - 1):
+        add(m, 1, None, rows, True, start)
+        divide(m, rows, m)
+        add(m, 0, None, columns, True, start)
+        divide(m, columns, m)
     return torch.from_numpy(np.ascontiguousarray(m.transpose(2, 0, 1)))
+
+
+def _sinkhorn_floats(c: list[float], iterations: int, eps: float) -> tuple[float, ...]:
+    """One 4 x 4 matrix, row by row in a list of 16."""
+    a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = c
+    for iteration in range(iterations):
+        if iteration:
+            a, b = eps + a0 + a1 + a2 + a3, eps + b0 + b1 + b2 + b3
+            x, y = eps + c0 + c1 + c2 + c3, eps + d0 + d1 + d2 + d3
+            a0, a1, a2, a3 = a0 / a, a1 / a, a2 / a, a3 / a
+            b0, b1, b2, b3 = b0 / b, b1 / b, b2 / b, b3 / b
+            c0, c1, c2, c3 = c0 / x, c1 / x, c2 / x, c3 / x
+            d0, d1, d2, d3 = d0 / y, d1 / y, d2 / y, d3 / y
+        a, b = eps + a0 + b0 + c0 + d0, eps + a1 + b1 + c1 + d1
+        x, y = eps + a2 + b2 + c2 + d2, eps + a3 + b3 + c3 + d3
+        a0, b0, c0, d0 = a0 / a, b0 / a, c0 / a, d0 / a
+        a1, b1, c1, d1 = a1 / b, b1 / b, c1 / b, d1 / b
+        a2, b2, c2, d2 = a2 / x, b2 / x, c2 / x, d2 / x
+        a3, b3, c3, d3 = a3 / y, b3 / y, c3 / y, d3 / y
+    return a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3
 
 
 def mixes(
