@@ -1,10 +1,10 @@
 """Makes the fixtures of an independent program's picture rows for `test_vision_oracle.py`.
 
-The program is NeMo Automodel 0.7.0 (`nemo-automodel`, Apache-2.0), `components/models/deepseek_v41`:
-its processor resizes and pads a picture and lays out the span, its vision module and aligner encode
-it, its model puts the role rows between. CPU, float32. Kept per case: the picture's size, the
-padded pixels, the rows. Weights are ours, made from (config, seed) and copied into it by name. A
-table of grids is kept too, each size passed through its planner until nothing changes.
+The program is NeMo Automodel 0.7.0 (`nemo-automodel`, Apache-2.0), its `deepseek_v41` components:
+the processor resizes and pads a picture and lays out the span, vision module and aligner encode it,
+the model puts the role rows between. CPU, float32. Kept per case: the padded pixels and the rows.
+Weights are ours, made from (config, seed) and copied into it by name. A table of grids is kept too,
+each size passed through its planner until nothing changes.
 
 Run in the throw-away environment that `make_nemo_fixtures.py` describes:
 
