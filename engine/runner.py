@@ -19,6 +19,7 @@ from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.core.ids import JobKey
 from headrace.engine.errors import NotANumber
+from headrace.engine.finite import FiniteCheck
 from headrace.engine.plan import Segment, SegmentResult, StepPlan, StepResult
 from headrace.engine.sampler import sample
 from headrace.model import KvState, RowBatch, RowResult, Trunk
@@ -51,6 +52,7 @@ class Runner:
         self.state = state
         self.clock = clock
         self.on_logits: LogitsHook | None = None
+        self._finite = FiniteCheck(state.layout, state.device)
         self._history = trunk.config.engram_max_ngram_size
         width = min(state.n_blocks * BLOCK_TOKENS, trunk.config.max_position_embeddings)
         # Ids lie behind max_ngram - 1 places that say "before the start of the text".
@@ -185,6 +187,11 @@ class Runner:
         if segment.sampling is not None and token is None:
             return SegmentResult(error=NotANumber("the model's output was not a number"))
         window = self.state.read_window(segment.slot, segment.end) if segment.window else None
+        first = max(segment.start, segment.write_floor) // BLOCK_TOKENS
+        complete = self._tables[segment.slot, first : segment.end // BLOCK_TOKENS].tolist()
+        good = self._finite.blocks(self.state, complete)
+        if not good or (window is not None and not self._finite.window(window)):
+            return SegmentResult(error=NotANumber("the model's state was not a number"))
         return SegmentResult(token_id=token, window=window)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from headrace.core import faults
 from headrace.core.chain import as_token_ids
 from headrace.core.request import GenRequest
 from headrace.core.rows import plan_decode
-from headrace.engine import Engine, EngineDamaged, Job, NotANumber
+from headrace.engine import Engine, EngineDamaged, Half, Job, NotANumber
 from headrace.model import RowBatch, RowResult
 
 NewEngine = Callable[..., Engine]
@@ -54,6 +55,30 @@ def test_nan_logits_fail_one_sequence(
     assert got[150].tokens == texts[150].tokens[:1]  # its prompt took two steps
     assert (got[60], got[40]) == (texts[60], texts[40])
     assert session.engine.stats().held_blocks == 0
+
+
+@pytest.mark.parametrize("place", [5, 130, 250])
+def test_a_nan_in_the_encoder_half_reaches_nobody(
+    place: int, new_engine: NewEngine, new_request: NewRequest, new_session: Any, t1: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One embedding row is NaN: no block with such a row is announced or stays resident."""
+    bad_id = 4000
+    embed = t1.params.embed.clone()
+    embed[bad_id] = float("nan")
+    monkeypatch.setattr(t1, "params", dataclasses.replace(t1.params, embed=embed))
+    engine = new_engine(Half.ENCODER, max_rows_per_step=100, replay_rows_per_step=100)
+    session = new_session(engine)
+    ids = list(new_request(300).token_ids)
+    good = session.begin(new_request(ids, name="good"))
+    ids[place] = bad_id
+    bad_request = new_request(ids, name="bad")
+    bad = session.begin(bad_request)
+    session.finish()
+    assert isinstance(bad.error, NotANumber)
+    assert list(bad.blocks) == list(range(place // 128))
+    assert engine.resident_blocks(bad_request.digests) == place // 128
+    assert good.error is None and list(good.blocks) == [0, 1] and list(good.windows) == [256]
 
 
 def test_a_step_that_raised_once_is_retried_singly(
