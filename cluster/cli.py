@@ -107,6 +107,8 @@ def status(
     """Show the roles of a cluster: process, health and load."""
     from headrace.cluster.status import collect, table
 
+    if not out.is_terminal:
+        out.width = 160  # piped: nobody's window to fit into
     run = _or_exit(lambda: _pick(name, for_what="show"))
     view = _or_exit(lambda: collect(run))
     if as_json:

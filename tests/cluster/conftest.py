@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import random
 import shutil
+import socket
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
+import httpx
 import pytest
+
+ORDINARY_IDS = range(300, 4000)  # of the 4,096-id tokenizer: no special token among them
 
 
 @pytest.fixture(autouse=True)
@@ -22,3 +31,103 @@ def short_temp(
     monkeypatch.setenv("TMPDIR", str(folder))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ids() -> Callable[[str, int], list[int]]:
+    """`ids(name, count)`: the same random ordinary token ids for the same name."""
+
+    def make(name: str, count: int) -> list[int]:
+        chance = random.Random(name)
+        return [chance.choice(ORDINARY_IDS) for _ in range(count)]
+
+    return make
+
+
+@pytest.fixture(scope="session", name="until")
+def until_fixture() -> Callable[..., None]:
+    """`until(condition, within_s, message)`."""
+    return until
+
+
+@pytest.fixture(scope="session")
+def stream() -> Callable[..., Streamed]:
+    """`stream(live, prompt, max_tokens)`: begins a streamed completion."""
+    return Streamed
+
+
+class Streamed:
+    """A streamed completion in a thread: its text so far, and a way to leave."""
+
+    def __init__(self, live: Any, prompt: Sequence[int], max_tokens: int) -> None:
+        self.known = len(live.records())
+        self.text = ""
+        self.done = False  # [DONE] arrived
+        self.error: dict[str, Any] | None = None
+        self._live = live
+        self._left = False
+        self._client = live.client()
+        self._body = live.body(prompt, max_tokens, True)
+        self._socket: Any = None
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    @property
+    def open(self) -> bool:
+        return self._thread.is_alive()
+
+    def finish(self, within_s: float = 60.0) -> dict[str, Any]:
+        """Wait for the end; the router's record of it."""
+        self._thread.join(within_s)
+        assert not self.open, "the stream hangs"
+        return cast(dict[str, Any], self._live.next_record(self.known))
+
+    def leave(self) -> dict[str, Any]:
+        """Close the connection from the client's side; the router's record of it."""
+        assert self.open
+        self._left = True
+        until(lambda: self._socket is not None, 5.0, "no connection")
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10.0)
+        assert not self.open
+        return cast(dict[str, Any], self._live.next_record(self.known))
+
+    def _read(self) -> None:
+        def trace(event: str, info: dict[str, Any]) -> None:
+            if event == "connection.connect_tcp.complete":
+                self._socket = info["return_value"].get_extra_info("socket")
+
+        try:
+            with self._client.stream(
+                "POST", "/v1/completions", json=self._body, extensions={"trace": trace}
+            ) as answer:
+                if answer.status_code != 200:
+                    self.error = json.loads(answer.read())["error"]
+                    return
+                for line in answer.iter_lines():
+                    self._take(line)
+        except httpx.HTTPError:
+            if not self._left:
+                self.error = {"message": "the connection broke"}
+
+    def _take(self, line: str) -> None:
+        if not line.startswith("data:"):
+            return
+        data = line[5:].strip()
+        if data == "[DONE]":
+            self.done = True
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            self.error = chunk["error"]
+        for choice in chunk.get("choices", ()):
+            self.text += choice["text"]
+
+
+def until(condition: Callable[[], bool], within_s: float, message: str | Callable[[], str]) -> None:
+    """Wait for a condition; fails with the message when it does not come in time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(message if isinstance(message, str) else message())
+        time.sleep(0.02)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
 import socket
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,17 +26,24 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from headrace.cluster.config import load_config
+from headrace.cluster.roles import role_settings
 from headrace.cluster.rundir import RunDir, RunState
 from headrace.cluster.session import Process, read_process, run_members
 from headrace.cluster.status import collect
+from headrace.core.card import Member, Role
 from headrace.core.chain import as_token_ids, block_digests, root_digest
-from headrace.core.ids import Digest
+from headrace.core.errors import HeadraceError
+from headrace.core.ids import Digest, new_boot_id
+from headrace.core.limits import WireLimits
+from headrace.core.messages import Hello, LoadReport
+from headrace.core.peers import introduce
 from headrace.engine import LLM
-from headrace.kvstore import SaltBook, StoreClient, StoreStat
+from headrace.kvstore import MemberBoard, SaltBook, StoreClient, StoreStat
 
 T = TypeVar("T")
+Until = Callable[[Callable[[], bool], float, str | Callable[[], str]], None]
 HEADRACE = str(Path(sys.executable).parent / "headrace")
-ORDINARY_IDS = range(300, 4000)  # of the 4,096-id tokenizer: no special token among them
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +64,10 @@ class Answer:
 class Live:
     """A cluster started with `headrace up` in a home of its own."""
 
-    def __init__(self, home: Path, values: dict[str, Any]) -> None:
+    def __init__(self, home: Path, values: dict[str, Any], until: Until) -> None:
+        self.until = until
         self.run = RunDir(home, values["cluster"])
+        self.n_blocks, self.n_slots = values["engine"]["n_blocks"], values["engine"]["n_slots"]
         self.tenants: list[str] = [entry["tenant"] for entry in values["keys"]]
         self._file = home / f"{values['cluster']}.yaml"
         self._file.write_text(yaml.safe_dump(values))
@@ -93,7 +100,9 @@ class Live:
 
     def close(self) -> None:
         """End the cluster if it runs, without asserting anything."""
-        if self.state is not None and self.members():
+        if self._store is not None:
+            self.wait(self._store.close())
+        if self.members():
             self.down()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -189,23 +198,32 @@ class Live:
 
     def next_record(self, known: int, within_s: float = 10.0) -> dict[str, Any]:
         """The one record after the first `known`."""
-        until(lambda: len(self.records()) > known, within_s, "no record was written")
+        self.until(lambda: len(self.records()) > known, within_s, "no record was written")
         records = self.records()
         assert len(records) == known + 1
         return records[known]
-
-    def in_background(self, prompt: Sequence[int], max_tokens: int) -> Background:
-        return Background(self, prompt, max_tokens)
 
     # the store
 
     def store(self) -> StoreClient:
         if self._store is None:
+            card = next(m.card for m in self.wait(self._members()) if m.card is not None)
             self._store = StoreClient(
-                self.run.store_address, self.run.cluster_token(), b"", name="test"
+                self.run.store_address,
+                self.run.cluster_token(),
+                card.namespace().digest(),
+                name="test",
             )
             assert self.wait(self._store.connect(10.0))
         return self._store
+
+    async def _members(self) -> tuple[Member, ...]:
+        config = load_config(self.run.config_file)
+        board = MemberBoard.of(role_settings(config, self.run, Role.SUPERVISOR, "test"))
+        try:
+            return await board.members()
+        finally:
+            await board.close()
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine, run on this object's own event loop."""
@@ -231,14 +249,14 @@ class Live:
         before = read_process(pid)
         assert before is not None
         os.kill(pid, signal.SIGKILL)
-        until(lambda: _gone(before), 5.0, f"process {pid} lives on")
+        self.until(lambda: _gone(before), 5.0, f"process {pid} lives on")
 
     @contextlib.contextmanager
     def stopped(self, pid: int) -> Iterator[None]:
         """SIGSTOP for the length of the block, verified at both ends."""
         os.kill(pid, signal.SIGSTOP)
         try:
-            until(lambda: _letter(pid) == "T", 2.0, f"process {pid} did not stop")
+            self.until(lambda: _letter(pid) == "T", 2.0, f"process {pid} did not stop")
             yield
             assert _letter(pid) == "T"
         finally:
@@ -253,7 +271,7 @@ class Live:
             why[:] = self._unsettled()
             return not why
 
-        until(quiet, within_s, lambda: f"not settled: {why}")
+        self.until(quiet, within_s, lambda: f"not settled: {why}")
 
     def _unsettled(self) -> list[str]:
         view = self.view()
@@ -268,87 +286,42 @@ class Live:
             return [*why, "store away"]
         if stat.leases or stat.reservations:
             why.append(f"{stat.leases} leases, {stat.reservations} reservations")
-        for role in view["roles"]:
-            if role["role"] in ("prefill", "decode") and role["requests"]:
-                why.append(f"{role['name']} holds {role['requests']} requests")
+        engines = [role for role in view["roles"] if role["role"] in ("prefill", "decode")]
+        why += [f"{role['name']} is charged" for role in engines if role["requests"]]
+        if why:
+            return why
+        for role, load in zip(engines, self.wait(self._loads(engines)), strict=True):
+            if load is None:
+                why.append(f"{role['name']} reports nothing")
+            elif self._baseline(load) != (self.n_blocks, self.n_slots, 0, 0, 0):
+                why.append(f"{role['name']} holds something: {load}")
         return why
 
+    @staticmethod
+    def _baseline(load: LoadReport) -> tuple[int, ...]:
+        open_requests = load.waiting_requests + load.running_requests
+        return load.free_blocks, load.free_slots, load.held_leases, load.backlog_rows, open_requests
 
-class Background:
-    """A streamed completion in a thread: its text so far, and a way to leave."""
+    async def _loads(self, engines: list[dict[str, Any]]) -> list[LoadReport | None]:
+        """What the engines report to a router that has just connected: their own account."""
+        return await asyncio.gather(*(self._load(role["address"]) for role in engines))
 
-    def __init__(self, live: Live, prompt: Sequence[int], max_tokens: int) -> None:
-        self.known = len(live.records())
-        self.text = ""
-        self.done = False  # [DONE] arrived
-        self.error: dict[str, Any] | None = None
-        self._live = live
-        self._left = False
-        self._client = live.client()
-        self._body = live.body(prompt, max_tokens, True)
-        self._socket: Any = None
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    @property
-    def open(self) -> bool:
-        return self._thread.is_alive()
-
-    def finish(self, within_s: float = 60.0) -> dict[str, Any]:
-        """Wait for the end; the router's record of it."""
-        self._thread.join(within_s)
-        assert not self.open, "the stream hangs"
-        return self._live.next_record(self.known)
-
-    def leave(self) -> dict[str, Any]:
-        """Close the connection from the client's side; the router's record of it."""
-        assert self.open
-        self._left = True
-        until(lambda: self._socket is not None, 5.0, "no connection")
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(10.0)
-        assert not self.open
-        return self._live.next_record(self.known)
-
-    def _read(self) -> None:
-        def trace(event: str, info: dict[str, Any]) -> None:
-            if event == "connection.connect_tcp.complete":
-                self._socket = info["return_value"].get_extra_info("socket")
-
+    async def _load(self, address: str) -> LoadReport | None:
+        hello = Hello(Role.ROUTER, "onlooker", new_boot_id(), "test", None)
         try:
-            with self._client.stream(
-                "POST", "/v1/completions", json=self._body, extensions={"trace": trace}
-            ) as answer:
-                if answer.status_code != 200:
-                    self.error = json.loads(answer.read())["error"]
-                    return
-                for line in answer.iter_lines():
-                    self._take(line)
-        except httpx.HTTPError:
-            if not self._left:
-                self.error = {"message": "the connection broke"}
-
-    def _take(self, line: str) -> None:
-        if not line.startswith("data:"):
-            return
-        data = line[5:].strip()
-        if data == "[DONE]":
-            self.done = True
-            return
-        chunk = json.loads(data)
-        if "error" in chunk:
-            self.error = chunk["error"]
-        for choice in chunk.get("choices", ()):
-            self.text += choice["text"]
-
-
-def until(condition: Callable[[], bool], within_s: float, message: str | Callable[[], str]) -> None:
-    """Wait for a condition; fails with the message when it does not come in time."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(message if isinstance(message, str) else message())
-        time.sleep(0.02)
+            peer = await introduce(address, hello, self.run.cluster_token(), WireLimits())
+        except (ConnectionError, HeadraceError):
+            return None
+        try:
+            async with asyncio.timeout(3.0):
+                async for message in peer.link:
+                    if isinstance(message, LoadReport):
+                        return message
+        except TimeoutError:
+            pass
+        finally:
+            peer.link.abort()
+        return None
 
 
 def _gone(before: Process) -> bool:
@@ -368,10 +341,13 @@ def free_port() -> int:
 
 
 def values(cluster: str, **changes: Any) -> dict[str, Any]:
-    """A small cluster on T1 in `invariant` numerics, hand-off forced."""
+    """A small cluster on T1 in `invariant` numerics.
+
+    171 = keep + 127 is the most that a second turn of few new tokens runs: it stays on decode,
+    while a prompt that gains from a hand-off at all (keep + 128 tokens) goes to prefill."""
     return {
         "cluster": cluster,
-        "deployment": {"model": "t1", "numerics": "invariant", "local_prefill_rows": 0},
+        "deployment": {"model": "t1", "numerics": "invariant", "local_prefill_rows": 171},
         "engine": {"n_blocks": 160, "n_slots": 8},
         "store": {"arena_bytes": 64 << 20, "ssd_bytes": 128 << 20, "segment_bytes": 8 << 20},
         "router": {"port": free_port()},
@@ -388,9 +364,9 @@ def home() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def live(home: Path) -> Iterator[Live]:
+def live(home: Path, until: Until) -> Iterator[Live]:
     """One prefill, two decode, store, router, supervisor under Ray; started once."""
-    cluster = Live(home, values("live"))
+    cluster = Live(home, values("live"), until)
     try:
         cluster.up()
         yield cluster
@@ -399,9 +375,10 @@ def live(home: Path) -> Iterator[Live]:
 
 
 @pytest.fixture(scope="session")
-def beside(home: Path) -> Iterator[Live]:
+def beside(home: Path, until: Until) -> Iterator[Live]:
     """A second cluster in one process, without Ray, that nobody may touch."""
-    cluster = Live(home, values("beside", processes="one", pools={"prefill": 1, "decode": 1}))
+    one = {"processes": "one", "pools": {"prefill": 1, "decode": 1}}
+    cluster = Live(home, values("beside", **one), until)
     try:
         cluster.up()
         yield cluster
@@ -413,19 +390,3 @@ def beside(home: Path) -> Iterator[Live]:
 def llm() -> LLM:
     """The yardstick: one engine in this process, cold for every prompt, same keep."""
     return LLM("t1", numerics="invariant")
-
-
-@pytest.fixture(scope="session")
-def ids() -> Callable[[str, int], list[int]]:
-    """`ids(name, count)`: the same random ordinary token ids for the same name."""
-
-    def make(name: str, count: int) -> list[int]:
-        chance = random.Random(name)
-        return [chance.choice(ORDINARY_IDS) for _ in range(count)]
-
-    return make
-
-
-@pytest.fixture(scope="session", name="until")
-def until_fixture() -> Callable[[Callable[[], bool], float, str], None]:
-    return until

@@ -1,0 +1,137 @@
+"""Faults that a cluster survives by itself. Each one is verified to have taken effect, and after
+each everything held is back: leases, engine blocks, slots, and `/ready`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from headrace.engine import LLM
+
+pytestmark = [pytest.mark.ray, pytest.mark.fault]
+Live = Any  # the cluster of conftest.py
+Ids = Callable[[str, int], list[int]]
+Until = Callable[..., None]
+Stream = Callable[..., Any]
+
+LONG = 3500  # tokens: some seconds of prefill, time to do harm in
+
+
+def sealing(live: Live, until: Until, *, blocks: int = 2) -> None:
+    """Until the prefill of a prompt that was just sent has sealed a few blocks of many."""
+    before = live.stat().blocks
+    until(lambda: live.stat().blocks >= before + blocks, 30.0, "no block was sealed")
+    assert live.stat().blocks < before + LONG // 128, "it is over already"
+
+
+def charged(live: Live, until: Until) -> str:
+    """The decode replica that the one open request was given to."""
+    found: list[str] = []
+
+    def look() -> bool:
+        found[:] = [
+            role["name"]
+            for role in live.view()["roles"]
+            if role["role"] == "decode" and role["requests"]
+        ]
+        return len(found) == 1
+
+    until(look, 10.0, "no decode replica has a request")
+    return found[0]
+
+
+@pytest.mark.parametrize("stage", ["sent", "prefill", "decode"])
+def test_client_gone(live: Live, ids: Ids, stream: Stream, until: Until, stage: str) -> None:
+    live.settled()
+    request = stream(live, ids(f"gone {stage}", LONG), 400)
+    if stage == "sent":
+        charged(live, until)
+        assert request.text == ""
+    elif stage == "prefill":
+        sealing(live, until)
+        assert request.text == ""
+    else:
+        until(lambda: request.text != "", 60.0, "no text came")
+    record = request.leave()
+    assert record["finish"] == "cancelled"
+    assert record["completion_tokens"] < 400
+    live.settled(within_s=10.0)  # nothing waits for a lease to run out
+
+
+def test_redis_frozen_during_a_hand_off(
+    live: Live, llm: LLM, ids: Ids, stream: Stream, until: Until
+) -> None:
+    prompt = ids("frozen", LONG)
+    request = stream(live, prompt, 4)
+    sealing(live, until)
+    with live.stopped(live.process("valkey-server").pid):
+        record = request.finish()
+        assert live.ready()
+        fresh = ids("while frozen", 700)  # and one that begins without Redis
+        other = live.complete(fresh, 4)
+    assert (request.text, request.done) == (llm.generate([prompt], max_tokens=4)[0].text, True)
+    assert record["prefill_rows"] == LONG - LONG % 128
+    assert other.text == llm.generate([fresh], max_tokens=4)[0].text
+    assert other.record["prefill_rows"] == 640
+    live.settled()
+
+
+def test_prefill_killed_mid_request(
+    live: Live, llm: LLM, ids: Ids, stream: Stream, until: Until
+) -> None:
+    prompt = ids("prefill killed", LONG)
+    before = live.role("prefill-0")
+    request = stream(live, prompt, 4)
+    sealing(live, until)
+    live.kill(before["pid"])
+    assert request.open and request.text == ""
+    record = request.finish()
+    assert (request.text, request.done) == (llm.generate([prompt], max_tokens=4)[0].text, True)
+    assert record["attempts"] >= 2
+    live.settled()
+    after = live.role("prefill-0")
+    assert after["boot_id"] != before["boot_id"]
+    assert after["pid"] != before["pid"]
+
+
+def test_decode_killed_before_its_first_token(
+    live: Live, llm: LLM, ids: Ids, stream: Stream, until: Until
+) -> None:
+    prompt = ids("decode killed", LONG)
+    request = stream(live, prompt, 4)
+    name = charged(live, until)
+    before = live.role(name)
+    live.kill(before["pid"])
+    assert request.open and request.text == ""
+    record = request.finish()
+    assert (request.text, request.done) == (llm.generate([prompt], max_tokens=4)[0].text, True)
+    assert record["attempts"] >= 2
+    assert record["decode"] != name
+    live.settled()
+    assert live.role(name)["boot_id"] != before["boot_id"]
+
+
+@pytest.mark.parametrize("name", ["store-0", "router-0"])
+def test_killed_role_comes_back(live: Live, llm: LLM, ids: Ids, name: str, until: Until) -> None:
+    before = live.role(name)
+    live.kill(before["pid"])
+    until(lambda: live.role(name)["boot_id"] not in ("", before["boot_id"]), 60.0, "not back")
+    live.settled()
+    prompt = ids(f"after {name}", 500)
+    assert live.complete(prompt, 4).text == llm.generate([prompt], max_tokens=4)[0].text
+
+
+def test_killed_valkey_comes_back(live: Live, llm: LLM, ids: Ids, until: Until) -> None:
+    before = live.process("valkey-server")
+    live.kill(before.pid)
+    until(
+        lambda: [p.name for p in live.members()].count("valkey-server") == 1, 10.0, "no new server"
+    )
+    assert live.process("valkey-server").pid != before.pid
+    live.settled()  # every role announced itself to the empty server
+    # and the index is filled again: a prompt of before is found
+    prompt = ids("frozen", LONG)
+    until(lambda: live.stat().index == "ok" and not live.stat().index_unlisted, 20.0, "not listed")
+    assert live.complete(prompt, 4).record["prefill_rows"] == 0
