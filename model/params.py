@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -108,6 +108,37 @@ class ParamBuilder:
             head=self._wide(self._get(head).T),
             norm=self._wide(self._get("norm.weight")),
             layers=tuple(self._layer(spec) for spec in self.config.layers),
+        )
+
+    def build_encoder(self) -> TrunkParams:
+        """The encoder half and the first decoder layer's KV source; all else is an empty tensor.
+
+        Raises ConfigError without a decoder half to leave out.
+        """
+        c = self.config
+        if not c.n_decoder_layers:
+            raise ConfigError("compress_ratios: found no layer of ratio 1, wanted a decoder half")
+        nothing = torch.empty(0, dtype=self.precision.accumulate, device=self.device)
+        encoder = tuple(self._layer(spec) for spec in c.layers[: c.n_encoder_layers])
+        source = self._source(c.layers[c.first_decoder_layer], nothing)
+        embed = self._compute(self._get("embed.weight"))
+        return TrunkParams(embed=embed, head=nothing, norm=nothing, layers=(*encoder, source))
+
+    def _source(self, spec: LayerSpec, nothing: torch.Tensor) -> LayerParams:
+        """A layer that publishes global KV and never runs a sublayer."""
+        p = f"layers.{spec.index}."
+        tensors = {f.name: nothing for f in fields(LayerParams) if f.type == "torch.Tensor"}
+        no_mix = MixParams(nothing, nothing, nothing)
+        has_engram = spec.index in self.config.engram_layer_ids
+        return LayerParams(
+            spec=spec,
+            compressed_rope=spec.ratio > 0,
+            attn_mix=no_mix,
+            ffn_mix=no_mix,
+            compressor=self._compressor(f"{p}attn.", spec),
+            index=None,
+            engram=self._engram(p, spec.index) if has_engram else None,
+            **tensors | {"attn_norm": self._wide(self._get(f"{p}attn_norm.weight"))},
         )
 
     def _get(self, name: str) -> torch.Tensor:

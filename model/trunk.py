@@ -45,11 +45,14 @@ class Trunk(nn.Module):
         weights_id: str,
         masked_token_ids: Sequence[int] = (),
         compute_dtype: torch.dtype | None = None,
+        encoder_only: bool = False,
     ) -> None:
         """`tensors` are checkpoint names -> values of any float dtype ([out, in] matrices).
 
         `token_map` is int64 [vocab]; its ids must be 0..engram_compressed_vocab_size-1.
-        Logits at `masked_token_ids` are -inf. Raises ConfigError.
+        Logits at `masked_token_ids` are -inf. With `encoder_only` the decoder layers' weights are
+        not looked up, but for the first one's KV source, and batches with decoder rows are
+        refused. Raises ConfigError.
         """
         super().__init__()
         _check_token_map(config, token_map)
@@ -60,7 +63,9 @@ class Trunk(nn.Module):
         self.precision = Precision.of(numerics, compute_dtype)
         self.token_map = np.ascontiguousarray(token_map, dtype=np.int64)
         self.kernels = kernels_for(self.device)
-        self.params = ParamBuilder(config, tensors, self.precision, self.device).build()
+        self.encoder_only = encoder_only
+        builder = ParamBuilder(config, tensors, self.precision, self.device)
+        self.params = builder.build_encoder() if encoder_only else builder.build()
         self.hashes = build_hashes(
             config.engram_layer_ids,
             config.engram_max_ngram_size,
@@ -138,6 +143,8 @@ class Trunk(nn.Module):
 
     def _check_limits(self, batch: RowBatch, plan: CallPlan, state: KvState) -> None:
         ids, c = plan.history, self.config
+        if self.encoder_only and plan.decoder is not None:
+            raise BatchError("decoder: found decoder rows, this model holds the encoder half only")
         if ids.max() >= c.vocab_size or ids.min() < -1 or ids[:, 0].min() < 0:
             raise BatchError(f"history_ids: found outside 0..{c.vocab_size - 1} (-1 = before)")
         longest = max(s.longest for s in plan.encoder.segments)

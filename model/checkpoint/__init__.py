@@ -11,7 +11,7 @@ name in the store.
 
 from headrace.model.checkpoint.encoding import Encoding, Kind, StoredSpec, quantise, widen
 from headrace.model.checkpoint.errors import CheckpointError
-from headrace.model.checkpoint.load import load_trunk, weights_id
+from headrace.model.checkpoint.load import load_trunk, load_vision, weights_id
 from headrace.model.checkpoint.names import PartTotal, Selection, tensor_table, totals_by_part
 from headrace.model.checkpoint.parts import Part, TensorEntry
 from headrace.model.checkpoint.reader import (
@@ -49,6 +49,7 @@ __all__ = [
     "convert",
     "copy",
     "load_trunk",
+    "load_vision",
     "quantise",
     "read_config",
     "tensor_table",

@@ -13,12 +13,16 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.model.checkpoint.errors import CheckpointError
+from headrace.model.checkpoint.index import read_index
 from headrace.model.checkpoint.names import Selection
 from headrace.model.checkpoint.reader import Checkpoint, OnProgress, tensors_digest
+from headrace.model.checkpoint.release import read_config
+from headrace.model.checkpoint.shards import CONFIG_NAME, Meter, read_json
 from headrace.model.checkpoint.writer import DIGEST_KEY
 from headrace.model.numerics import Numerics
 from headrace.model.token_map import build_token_map
 from headrace.model.trunk import Trunk
+from headrace.model.vision import VisionTower
 
 TOKENIZER_NAME = "tokenizer.json"
 _RECIPE = "checkpoint-1"
@@ -33,13 +37,15 @@ def load_trunk(
     token_map: NDArray[np.int64] | None = None,
     widen_to: torch.dtype = torch.bfloat16,
     compute_dtype: torch.dtype | None = None,
+    encoder_only: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Trunk:
     """The text trunk of a checkpoint, weights widened as they are read, one in hand at a time.
 
     Every stored value is exact in `widen_to` (bfloat16 or float32); the model then casts to its own
-    compute dtype. Without `token_map` the folder's tokenizer.json gives it. Raises CheckpointError
-    and ConfigError.
+    compute dtype. Without `token_map` the folder's tokenizer.json gives it. `encoder_only` reads
+    only the encoder half and the first decoder layer's KV source. Raises CheckpointError and
+    ConfigError.
     """
     folder = Path(folder)
     if token_map is None:
@@ -48,7 +54,8 @@ def load_trunk(
                 f"{TOKENIZER_NAME}: missing from the checkpoint, wanted for the Engram token map"
             )
         token_map = build_token_map(folder / TOKENIZER_NAME).ids
-    with Checkpoint.open(folder, Selection.TEXT) as checkpoint:
+    selection = Selection.ENCODER if encoder_only else Selection.TEXT
+    with Checkpoint.open(folder, selection) as checkpoint:
         return Trunk(
             checkpoint.release.model,
             checkpoint.tensors(widen_to, on_progress),
@@ -58,6 +65,35 @@ def load_trunk(
             weights_id=weights_id(folder, token_map),
             masked_token_ids=masked_token_ids,
             compute_dtype=compute_dtype,
+            encoder_only=encoder_only,
+        )
+
+
+def load_vision(
+    folder: str | Path,
+    numerics: Numerics,
+    device: str | torch.device = "cpu",
+    *,
+    compute_dtype: torch.dtype | None = None,
+    on_progress: OnProgress | None = None,
+) -> VisionTower:
+    """The image tower and aligner of a checkpoint; nothing else of it is read or needed.
+
+    Raises CheckpointError and ConfigError.
+    """
+    with Checkpoint.open(folder, Selection.VISION) as checkpoint:
+        facts = {
+            "recipe": f"vision-{_RECIPE}",
+            "tensors": tensors_digest(checkpoint),
+            "vision": dataclasses.asdict(checkpoint.release.model)["vision"],
+        }
+        return VisionTower(
+            checkpoint.release.model,
+            checkpoint.tensors(torch.float32, on_progress),
+            numerics,
+            device,
+            weights_id=_digest(facts),
+            compute_dtype=compute_dtype,
         )
 
 
@@ -66,18 +102,27 @@ def weights_id(
 ) -> str:
     """Hex digest of all that decides a model's state bytes; equal for every selection and sharding.
 
-    Takes the digest that the writer left in the index; a checkpoint without one is read in full.
-    `headrace model inspect --verify` compares the two.
+    Takes the digest that the writer left in the index, so a host may lack the shards that its role
+    does not load; a checkpoint without a digest is read in full. `headrace model inspect --verify`
+    compares the two.
     """
-    with Checkpoint.open(folder, None) as checkpoint:
-        recorded = checkpoint.index.metadata.get(DIGEST_KEY)
-        digest = recorded if _is_digest(recorded) else tensors_digest(checkpoint, on_progress)
-        facts = {
+    folder = Path(folder)
+    digest = read_index(folder, Meter()).metadata.get(DIGEST_KEY)
+    if not _is_digest(digest):
+        with Checkpoint.open(folder, None) as checkpoint:
+            digest = tensors_digest(checkpoint, on_progress)
+    config = read_config(read_json(folder / CONFIG_NAME)).model
+    return _digest(
+        {
             "recipe": _RECIPE,
             "tensors": digest,
-            "config": dataclasses.asdict(checkpoint.release.model),
+            "config": dataclasses.asdict(config),
             "token_map": hashlib.sha256(token_map.astype("<i8").tobytes()).hexdigest(),
         }
+    )
+
+
+def _digest(facts: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
