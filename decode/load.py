@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 def read_verified(store: StoreClient, place: Place, digest: Digest, n_bytes: int) -> bytes | None:
     """The payload of `n_bytes` at `place`, or None when it is not what was announced.
 
-    The store's reader compares with the arena's header; the copy is then compared once more with
-    the checksum that travelled in the announcement, because a header may have been written anew
-    together with its payload. From any thread; no input or output but memory."""
+    The store's reader verified what it copied; the copy is summed once more just before it is used
+    (2 us a block), so that nothing between the two, such as the fault point here, can slip
+    through. From any thread; no input or output but memory."""
     if place.payload_bytes != n_bytes:
         return None
     buffer = bytearray(n_bytes)

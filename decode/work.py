@@ -360,7 +360,8 @@ class Decoder:
         if job.deadline is not None:
             job.deadline.cancel()
         job.task.cancel()
-        await asyncio.wait([job.task, *job.loads])
+        # Loads in threads are not waited for: their fills carry a ticket that is closed below.
+        await asyncio.wait([job.task])
         with contextlib.suppress(Unavailable):  # an engine that ended holds nothing
             await self._driver.call(self._engine.release, job.key)
         self._room.set()
