@@ -48,7 +48,10 @@ class RedisLink:
             self._client: Client = Redis.from_url(
                 url,
                 protocol=2,
-                socket_timeout=deadline_s,
+                # None: the deadline is `call`'s. With a timeout the client wraps each send in
+                # asyncio.wait_for, which on Python 3.11 swallows a cancellation that arrives as
+                # the send completes: a task that was to end then went on for ever.
+                socket_timeout=None,
                 socket_connect_timeout=deadline_s,
                 retry=Retry(NoBackoff(), 0),
                 health_check_interval=0,
