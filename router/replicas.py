@@ -141,7 +141,7 @@ class Replicas:
     def routable(self, role: Role) -> list[Replica]:
         """Replicas of a pool that may get new work: ready, linked, and of the served model."""
         card = self.card
-        return [r for r in self._ready(role) if card is not None and r.member.card == card]
+        return [r for r in self._ready(role) if card is None or r.member.card == card]
 
     def candidate(self, replica: Replica) -> Candidate:
         return Candidate(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -119,24 +120,23 @@ class Ticket:
         be repeated."""
         if self._dispatching is None:
             self._dispatching = asyncio.create_task(self._dispatch())
-        now_s = self._loop.time()
-        give_up_s = min(now_s + wait_s, self._deadline_s)
-        while not self._inbox:
-            self._arrived.clear()
-            try:
-                async with asyncio.timeout_at(give_up_s):
-                    await self._arrived.wait()
-            except TimeoutError:
-                if self._loop.time() >= self._deadline_s:
-                    raise DeadlineExceeded(
-                        f"a request is limited to {self._base.deadline_s:g} s, got no end by then"
-                    ) from None
-                return Piece()
-        arrival = self._inbox.popleft()
-        if isinstance(arrival, Trouble):
-            return self._again(arrival)
-        if arrival.finish is not None:
-            await self._await_prefill_report()
+        give_up_s = min(self._loop.time() + wait_s, self._deadline_s)
+        while True:
+            if not await self._wait_until(give_up_s, lambda: bool(self._inbox)):
+                if self._loop.time() < self._deadline_s:
+                    return Piece()
+                raise DeadlineExceeded(
+                    f"a request is limited to {self._base.deadline_s:g} s, got no end by then"
+                )
+            arrival = self._inbox.popleft()
+            if isinstance(arrival, Piece):
+                break
+            if self._again(arrival):
+                return Piece(restart=True)
+        if arrival.finish is not None and self.prefill is not None:
+            # Its counts come over another socket and may be a moment later than the last token.
+            until_s = self._loop.time() + PREFILL_REPORT_S
+            await self._wait_until(until_s, lambda: self.prefill_report is not None)
         self._given = self._given or bool(arrival.token_ids)
         return arrival
 
@@ -258,8 +258,9 @@ class Ticket:
                 dispatch = number[self.prefill.key]
                 await self.prefill.send(PrefillJob(request, address, self.decode.name, dispatch))
 
-    def _again(self, trouble: Trouble) -> Piece:
-        """Begin another attempt, or raise the error of the failed one."""
+    def _again(self, trouble: Trouble) -> bool:
+        """Begin another attempt, or raise the error of the failed one. Returns whether tokens of
+        the failed one were given away."""
         may = (
             trouble.retryable
             and self.state in (RequestState.PREFILLING, RequestState.DECODING)
@@ -282,7 +283,7 @@ class Ticket:
         self._inbox.clear()
         self._dispatching = asyncio.create_task(self._dispatch())
         given, self._given = self._given, False
-        return Piece(restart=given)
+        return given
 
     def _withdraw(self, reason: str) -> None:
         """Tell every replica that may still hold something for this attempt, and release it."""
@@ -300,18 +301,16 @@ class Ticket:
         if charges:
             self._desk.kick()
 
-    async def _await_prefill_report(self) -> None:
-        """Its counts come over another socket than the last token and may be a moment later."""
-        if self.prefill is None or self.prefill_report is not None:
-            return
-        give_up_s = self._loop.time() + PREFILL_REPORT_S
-        while self.prefill_report is None and self._loop.time() < give_up_s:
+    async def _wait_until(self, until_s: float, condition: Callable[[], bool]) -> bool:
+        """Whether `condition` came true by `until_s` (of the loop); looked at on every arrival."""
+        while not condition():
             self._arrived.clear()
             try:
-                async with asyncio.timeout_at(give_up_s):
+                async with asyncio.timeout_at(until_s):
                     await self._arrived.wait()
             except TimeoutError:
-                return
+                return condition()
+        return True
 
     def _put(self, arrival: Arrival) -> None:
         self._inbox.append(arrival)

@@ -299,6 +299,9 @@ class Rig:
         self._clients.append(self.new_client(self.urls[-1]))
         return process
 
+    def stop_router(self, router: int = 0) -> None:
+        self._stops[router][0].set()
+
     def new_client(self, url: str = "", key: str = KEY) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {key}"}
         return httpx.AsyncClient(base_url=url or self.urls[0], headers=headers, timeout=20.0)
