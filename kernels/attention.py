@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from headrace.kernels.norms import as_dtype
+
 
 def attend(
     q: torch.Tensor,
@@ -23,11 +25,11 @@ def attend(
     """
     n, heads, _ = q.shape
     wide = sink.dtype
-    q = q.to(wide) * scale
-    keys = window.to(wide)
+    q = as_dtype(q, wide) * scale
+    keys = as_dtype(window, wide)
     parts = [torch.bmm(q, keys.transpose(1, 2)).masked_fill_(window_dead.unsqueeze(1), -torch.inf)]
     if main is not None and main_dead is not None:
-        values = main.to(wide)
+        values = as_dtype(main, wide)
         scores = torch.bmm(q, values.transpose(1, 2))
         parts.append(scores.masked_fill_(main_dead.unsqueeze(1), -torch.inf))
     parts.append(sink.view(1, heads, 1).expand(n, heads, 1))

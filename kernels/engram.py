@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from headrace.kernels.norms import as_dtype
+
 
 def add_engram(
     h: torch.Tensor,
@@ -20,13 +22,13 @@ def add_engram(
     """
     n, streams, dim = h.shape
     wide = qk_weight.dtype
-    projected = (rows @ wkv).to(wide).view(n, streams + 1, dim)
+    projected = as_dtype(rows @ wkv, wide).view(n, streams + 1, dim)
     key, value = projected[:, :streams], projected[:, streams:]
-    stream = h.to(wide)
+    stream = as_dtype(h, wide)
     dot = (stream * qk_weight * key).sum(-1)
     dot = dot * torch.rsqrt((stream * stream).mean(-1) + eps)
     dot = dot * torch.rsqrt((key * key).mean(-1) + eps) * dim**-0.5
     gate = torch.sigmoid(torch.sign(dot) * torch.sqrt(dot.abs().clamp(min=1e-6)))
     if image is not None:
         gate = gate.masked_fill(image.unsqueeze(-1), 0.0)
-    return torch.addcmul(stream, gate.unsqueeze(-1), value).to(h.dtype)
+    return as_dtype(torch.addcmul(stream, gate.unsqueeze(-1), value), h.dtype)

@@ -30,6 +30,11 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float32)
 
 
+def _grouped(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., c] -> [..., c/size, size]; a view where the layout allows."""
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
 @lru_cache(maxsize=32)
 def _e8m0_table(dtype: torch.dtype, device: torch.device, inverse: bool) -> torch.Tensor:
     """2^(byte-127), or its reciprocal. Byte 255 is NaN. 2^127 has a float32 reciprocal."""
@@ -114,7 +119,7 @@ def _e8m0_scale(
 
 def quantize_fp8_rows(x: torch.Tensor) -> torch.Tensor:
     """[..., c] values -> uint8 [..., c + c/32]: e4m3 data, then E8M0 scales."""
-    groups = _wide(x).unflatten(-1, (-1, FP8_GROUP))
+    groups = _grouped(_wide(x), FP8_GROUP)
     scales, reciprocal = _e8m0_scale(groups, 1e-4, _E4M3_MAX)
     data = encode_e4m3(groups * reciprocal).flatten(-2)
     return torch.cat((data, scales), dim=-1)
@@ -127,12 +132,12 @@ def dequantize_fp8_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     codes = rows.reshape(-1).to(torch.int32)
     values = table.index_select(0, codes).view(rows.shape)[..., :-n_scales]
     scales = _look_up(_e8m0_table(dtype, rows.device, False), rows[..., -n_scales:])
-    return (values.unflatten(-1, (-1, FP8_GROUP)) * scales.unsqueeze(-1)).flatten(-2)
+    return (_grouped(values, FP8_GROUP) * scales.unsqueeze(-1)).flatten(-2)
 
 
 def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., c] values -> packed e2m1 [..., c/2] and E8M0 scales [..., c/32]."""
-    groups = _wide(x).unflatten(-1, (-1, MXFP4_GROUP))
+    groups = _grouped(_wide(x), MXFP4_GROUP)
     scales, reciprocal = _e8m0_scale(groups, _E2M1_MAX * 2.0**-126, _E2M1_MAX)
     return pack_nibbles(encode_e2m1(groups * reciprocal).flatten(-2)), scales
 
@@ -141,7 +146,7 @@ def dequantize_mxfp4(
     packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Packed e2m1 [..., c/2] and E8M0 scales [..., c/32] -> [..., c]."""
-    values = decode_e2m1(packed, dtype).unflatten(-1, (-1, MXFP4_GROUP))
+    values = _grouped(decode_e2m1(packed, dtype), MXFP4_GROUP)
     scale = _look_up(_e8m0_table(dtype, packed.device, False), scales)
     return (values * scale.unsqueeze(-1)).flatten(-2)
 
@@ -154,7 +159,7 @@ def round_mxfp4(x: torch.Tensor) -> torch.Tensor:
 
 def quantize_nvfp4_rows(x: torch.Tensor) -> torch.Tensor:
     """[..., c] values -> uint8 [..., c/2 + c/16]: packed e2m1, then e4m3 scales."""
-    groups = _wide(x).unflatten(-1, (-1, NVFP4_GROUP))
+    groups = _grouped(_wide(x), NVFP4_GROUP)
     amax = groups.abs().amax(-1).clamp_(min=_E2M1_MAX * 2.0**-9)
     scales = encode_e4m3(amax / _E2M1_MAX)
     codes = encode_e2m1(groups / decode_e4m3(scales, groups.dtype).unsqueeze(-1))
@@ -164,6 +169,6 @@ def quantize_nvfp4_rows(x: torch.Tensor) -> torch.Tensor:
 def dequantize_nvfp4_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """uint8 [..., c/2 + c/16] -> [..., c]."""
     n_scales = rows.shape[-1] // (NVFP4_GROUP // 2 + 1)
-    values = decode_e2m1(rows[..., :-n_scales], dtype).unflatten(-1, (-1, NVFP4_GROUP))
+    values = _grouped(decode_e2m1(rows[..., :-n_scales], dtype), NVFP4_GROUP)
     scale = decode_e4m3(rows[..., -n_scales:], dtype)
     return (values * scale.unsqueeze(-1)).flatten(-2)

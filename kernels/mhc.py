@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from headrace.kernels.norms import as_dtype
 
 # Up to this many rows plain floats are cheapest: 20 us a row against 100 us for the numpy calls.
 _FLOAT_ROWS = 4
@@ -92,20 +93,21 @@ def mixes(
     The projection comes before the normalisation.
     """
     streams = h.shape[1]
-    flat = h.flatten(1).to(fn.dtype)
-    inverse = torch.rsqrt((flat * flat).mean(-1, keepdim=True) + norm_eps)
-    m = torch.addcmul(base, (flat @ fn) * inverse, scale)
+    flat = as_dtype(h.flatten(1), fn.dtype)
+    mean = torch.linalg.vecdot(flat, flat).unsqueeze(-1) * (1.0 / flat.shape[1])
+    m = torch.addcmul(base, (flat @ fn) * torch.rsqrt(mean + norm_eps), scale)
     gates = torch.sigmoid(m[:, : 2 * streams])
-    c = sinkhorn(m[:, 2 * streams :].unflatten(-1, (streams, streams)), iterations, eps)
+    c = sinkhorn(m[:, 2 * streams :].view(-1, streams, streams), iterations, eps)
     return gates[:, :streams] + eps, gates[:, streams:] * 2, c
 
 
 def collapse(h: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     """sum_i pre_i H_i: [n, hc, D], [n, hc] -> [n, D] in h's dtype."""
-    return torch.bmm(pre.unsqueeze(1), h.to(pre.dtype)).squeeze(1).to(h.dtype)
+    wide = torch.bmm(pre.unsqueeze(1), as_dtype(h, pre.dtype)).squeeze(1)
+    return as_dtype(wide, h.dtype)
 
 
 def expand(y: torch.Tensor, h: torch.Tensor, post: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """H'_k = post_k y + sum_j C[j, k] H_j: [n, hc, D] in h's dtype."""
-    update = post.unsqueeze(-1) * y.to(post.dtype).unsqueeze(1)
-    return torch.baddbmm(update, c.transpose(1, 2), h.to(post.dtype)).to(h.dtype)
+    update = post.unsqueeze(-1) * as_dtype(y, post.dtype).unsqueeze(1)
+    return as_dtype(torch.baddbmm(update, c.transpose(1, 2), as_dtype(h, post.dtype)), h.dtype)

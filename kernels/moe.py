@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu, softplus
 
+from headrace.kernels.norms import as_dtype
+
 # Up to this many (row, expert) pairs each pair gathers its own weights; above, rows are grouped.
 _GATHER_PAIRS = 8
 
@@ -17,7 +19,7 @@ def route(
     gate is [D, E] (transposed); bias [E] or [n, E] decides the choice and does not enter the
     weights. Ties go to the lowest expert.
     """
-    s = torch.sqrt(softplus(x.to(gate.dtype) @ gate))
+    s = torch.sqrt(softplus(as_dtype(x, gate.dtype) @ gate))
     order = torch.sort(s + bias, dim=-1, descending=True, stable=True).indices
     experts = order[:, :top_k]
     chosen = s.gather(1, experts)
@@ -46,10 +48,10 @@ def expert_sum(
     wide = weights.dtype
     if n * k <= _GATHER_PAIRS:
         picked = experts.reshape(-1)
-        rows = x.repeat_interleave(k, dim=0).unsqueeze(1) if k > 1 else x.unsqueeze(1)
-        a = activate(torch.bmm(rows, w13[picked]).to(wide), limit)
-        a = (a * weights.view(-1, 1, 1)).to(x.dtype)
-        return torch.bmm(a, w2[picked]).to(wide).view(n, k, -1).sum(1)
+        rows = x.unsqueeze(1).expand(n, k, -1).reshape(n * k, 1, -1)
+        a = activate(as_dtype(torch.bmm(rows, w13.index_select(0, picked)), wide), limit)
+        a = as_dtype(a.mul_(weights.view(-1, 1, 1)), x.dtype)
+        return as_dtype(torch.bmm(a, w2.index_select(0, picked)), wide).view(n, k, -1).sum(1)
     out = torch.zeros((n, x.shape[1]), dtype=wide, device=x.device)
     flat = experts.reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -61,9 +63,9 @@ def expert_sum(
         if not count:
             continue
         rows = rows_of[start : start + count]
-        a = activate((x[rows] @ w13[expert]).to(wide), limit)
-        a = (a * weight_of[start : start + count].unsqueeze(-1)).to(x.dtype)
-        out.index_add_(0, rows, (a @ w2[expert]).to(wide))
+        a = activate(as_dtype(x.index_select(0, rows) @ w13[expert], wide), limit)
+        a = as_dtype(a.mul_(weight_of[start : start + count].unsqueeze(-1)), x.dtype)
+        out.index_add_(0, rows, as_dtype(a @ w2[expert], wide))
         start += count
     return out
 
@@ -72,4 +74,5 @@ def shared_expert(
     x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, limit: float, wide: torch.dtype
 ) -> torch.Tensor:
     """The expert every row passes, without a weight: [n, D] in `wide`. w13 [D, 2I], w2 [I, D]."""
-    return (activate((x @ w13).to(wide), limit).to(x.dtype) @ w2).to(wide)
+    a = as_dtype(activate(as_dtype(x @ w13, wide), limit), x.dtype)
+    return as_dtype(a @ w2, wide)

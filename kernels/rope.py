@@ -48,9 +48,10 @@ def rotate_(x: torch.Tensor, phase: torch.Tensor) -> torch.Tensor:
     x may be a view as long as its last axis is contiguous. Returns x. Pass the conjugate phase
     to rotate back.
     """
-    part = x[..., -2 * phase.shape[-1] :].unflatten(-1, (-1, 2))
+    half = phase.shape[-1]
+    part = x[..., -2 * half :].view(*x.shape[:-1], half, 2)
     turn = phase.unsqueeze(1) if x.dim() == 3 else phase
-    if x.dtype == torch.bfloat16:
+    if x.dtype is torch.bfloat16:
         wide = torch.view_as_complex(part.to(torch.float32))
         part.copy_(torch.view_as_real(wide * turn))
     else:
