@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,9 @@ from headrace.model.layout import CacheLayout, SourceLayout
 from headrace.model.params import LayerParams
 from headrace.model.plan import CallPlan, GroupWrites, HalfPlan, Segment
 from headrace.model.state import KvState
+
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass
@@ -94,13 +98,20 @@ class Attention:
         blocks, rows = self.state.blocks, s.rows_per_block
 
         def view(offset: int, width: int) -> torch.Tensor:
-            return blocks[:, offset : offset + rows * width].unflatten(1, (rows, width))
+            return blocks[:, offset : offset + rows * width].view(-1, rows, width)
 
         return (
             view(s.main_offset, s.main_row_bytes),
             view(s.index_data_offset, s.index_data_bytes),
             view(s.index_scale_offset, s.index_scale_bytes),
         )
+
+    def _main_words(self, s: SourceLayout) -> torch.Tensor:
+        """Main rows of a source in the widest integers that divide them: gathers go by element."""
+        size = math.gcd(8, s.main_offset, s.main_row_bytes, self.layout.block_bytes)
+        words = self.state.blocks.view(_WORDS[size])
+        first, count = s.main_offset // size, s.rows_per_block * s.main_row_bytes // size
+        return words[:, first : first + count].view(-1, s.rows_per_block, s.main_row_bytes // size)
 
     def _pooled(self, p: LayerParams, x: torch.Tensor, w: GroupWrites) -> torch.Tensor:
         params = p.compressor
@@ -200,10 +211,9 @@ class Attention:
         dead = selection < 0
         entry = selection.clamp(min=0)
         block = self.plan.tables[s.plan.sequence.unsqueeze(-1), entry // source.rows_per_block]
-        main_view = self._source_views(source)[0]
-        rows = main_view[block, entry % source.rows_per_block]
+        rows = self._main_words(source)[block, entry % source.rows_per_block].view(torch.uint8)
         # Bytes of dead entries may decode to NaN, which a weight of zero would not silence.
-        rows = rows.masked_fill(dead.unsqueeze(-1), 0)
+        rows.masked_fill_(dead.unsqueeze(-1), 0)
         s.main = self.kernels.dequantize_nvfp4_rows(rows, self.state.tail_dtype)
         s.main_dead = dead
 
@@ -249,25 +259,27 @@ class Attention:
 
         History of long segments is read before anything is stored.
         """
-        rings = self.state.rings[:, layer]
-        dtype = self.state.tail_dtype
-        decode = self.kernels.dequantize_fp8_rows
+        # Ring rows of all slots and layers as one list that starts at this layer's first row.
+        rings = self.state.rings.view(-1, self.layout.swa_row_bytes)[
+            layer * self.layout.ring_rows :
+        ]
+        dtype, decode = self.state.tail_dtype, self.kernels.dequantize_fp8_rows
         histories: dict[int, torch.Tensor] = {}
         for number, segment in enumerate(plan.segments):
-            if not segment.short and segment.history_dead is not None:
-                history = rings[segment.slots, segment.ring_rows]
-                history = history.masked_fill(segment.history_dead, 0)
+            if segment.history_dead is not None:
+                history = rings.index_select(0, segment.ring_index)
+                history.masked_fill_(segment.history_dead, 0)
                 histories[number] = torch.cat((history, own[segment.rows]))
         stored = own if plan.stored_rows is None else own[plan.stored_rows]
-        rings[plan.stored_slots, plan.stored_ring] = stored
-        windows = []
+        rings.index_copy_(0, plan.stored_index, stored)
+        width, windows = self.layout.window_tokens, []
         for number, segment in enumerate(plan.segments):
             if segment.short:
-                rows = rings[segment.slots, segment.ring_rows]
-                rows = rows.masked_fill(segment.dead.unsqueeze(-1), 0)
+                rows = rings.index_select(0, segment.ring_index)
+                rows = rows.view(-1, width, self.layout.swa_row_bytes)
+                rows.masked_fill_(segment.dead.unsqueeze(-1), 0)
                 windows.append(decode(rows, dtype))
             else:
                 bank = decode(histories[number], dtype)
-                window = self.layout.window_tokens
-                windows.append(bank.unfold(0, window, 1).transpose(1, 2))
+                windows.append(bank.unfold(0, width, 1).transpose(1, 2))
         return windows

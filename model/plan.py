@@ -27,17 +27,17 @@ class Segment:
     """Adjacent rows that attend in one operation: `n_sequences` sequences of `m` rows each.
 
     A short segment (m rows fit into the ring beside a window) stores its rows first and gathers
-    whole windows from the ring: `ring_rows` [rows, W]. A long one is a single sequence that
-    gathers W-1 history rows ([W-1], dead ones replaced by zeros) and slides over history + own
-    rows without copying. `dead` is bool [rows, W]: True where the row must not look.
+    whole windows from the ring: `ring_index` names [rows, W] of them. A long one is a single
+    sequence that gathers W-1 history rows (dead ones replaced by zeros) and slides over history +
+    own rows without copying. `ring_index` is flat and counts ring rows of layer 0; layer l adds
+    l * ring_rows. `dead` is bool [rows, W]: True where the row must not look.
     """
 
     rows: slice
     n_sequences: int
     m: int
     short: bool
-    slots: torch.Tensor  # int64 [rows, 1] (short) or [1]
-    ring_rows: torch.Tensor
+    ring_index: torch.Tensor  # int64 [rows * W] (short) or [W-1]
     history_dead: torch.Tensor | None  # bool [W-1, 1]
     dead: torch.Tensor
     tables: torch.Tensor  # int64 [n_sequences, blocks], absent blocks clamped to 0
@@ -73,8 +73,7 @@ class HalfPlan:
     sequence: torch.Tensor
     segments: tuple[Segment, ...]
     stored_rows: torch.Tensor | None  # rows that reach the ring; None = all
-    stored_slots: torch.Tensor
-    stored_ring: torch.Tensor
+    stored_index: torch.Tensor  # int64, flat as `ring_index`
     visible: dict[int, torch.Tensor]  # ratio -> complete groups up to each row, int64 [n]
     image: torch.Tensor | None  # bool [n] or None where no row lies in an image
 
@@ -230,11 +229,15 @@ class Planner:
             sequence=self._send(rows.sequence),
             segments=tuple(self._segments(rows, tables)),
             stored_rows=None if everything else self._send(stored),
-            stored_slots=self._send(rows.slots[stored]),
-            stored_ring=self._send(rows.positions[stored] % self.layout.ring_rows),
+            stored_index=self._send(self._ring_index(rows.slots[stored], rows.positions[stored])),
             visible={r: self._send((rows.positions + 1) // r) for r in self.ratios},
             image=self._send(image) if image.any() else None,
         )
+
+    def _ring_index(self, slots: Ints, positions: Ints) -> Ints:
+        """Flat row numbers in rings[:, 0] of a [n_slots, L, ring_rows] array."""
+        ring = self.layout.ring_rows
+        return slots * (self.layout.n_layers * ring) + positions % ring
 
     def _segments(self, rows: _Rows, tables: Ints) -> list[Segment]:
         # A sequence of m rows may be stored before it attends iff ring >= W + m - 1.
@@ -253,7 +256,7 @@ class Planner:
     def _segment(
         self, rows: _Rows, tables: Ints, run: int, stop: int, m: int, short: bool
     ) -> Segment:
-        window, ring = self.layout.window_tokens, self.layout.ring_rows
+        window = self.layout.window_tokens
         part = slice(int(rows.starts[run]), int(rows.starts[run]) + m * (stop - run))
         positions = rows.positions[part]
         floor = np.maximum(rows.floor[part], 0)
@@ -261,10 +264,10 @@ class Planner:
         dead = seen < floor[:, None]
         history_dead = None
         if short:
-            slots, ring_rows = rows.slots[part, None], seen % ring
+            ring_index = self._ring_index(rows.slots[part, None], seen).ravel()
         else:
             history = seen[0, :-1]
-            slots, ring_rows = rows.slots[part.start : part.start + 1], history % ring
+            ring_index = self._ring_index(rows.slots[part.start], history)
             # An entry that any row may see holds a value; the rest may hold anything.
             history_dead = self._send((history < floor.min())[:, None])
         longest = int(positions.max()) + 1
@@ -274,8 +277,7 @@ class Planner:
             n_sequences=stop - run,
             m=m,
             short=short,
-            slots=self._send(slots),
-            ring_rows=self._send(ring_rows),
+            ring_index=self._send(ring_index),
             history_dead=history_dead,
             dead=self._send(dead),
             tables=self._send(tables[rows.sequence[rows.starts[run:stop]], :n_blocks]),
