@@ -20,7 +20,9 @@ GEOMETRY = Geometry(window_tokens=8, n_encoder_layers=2, n_decoder_layers=2)
 KEEP = 20
 
 
-def work(n: int, *, hit: int = 0, windows: tuple[int, ...] = (), local: int = 512, answer: int = 16):
+def work(
+    n: int, *, hit: int = 0, windows: tuple[int, ...] = (), local: int = 512, answer: int = 16
+):
     return size_up(n, answer, hit, windows, KEEP, GEOMETRY, local)
 
 

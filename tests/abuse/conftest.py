@@ -1,0 +1,51 @@
+"""The rig of tests/router, once for all cases of a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from headrace.core.limits import EdgeLimits
+
+
+def _router_conftest() -> ModuleType:
+    """tests/router/conftest.py as a module: test files cannot import each other by name."""
+    name = "headrace_tests_router_rig"
+    if name not in sys.modules:
+        path = Path(__file__).parent.parent / "router" / "conftest.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from headrace.kvstore import embedded_valkey
+
+    server = embedded_valkey(str(tmp_path_factory.mktemp("vk")))
+    yield server.url
+    server.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    """One decode and one prefill replica, small deadlines for whole heads and bodies."""
+    from headrace.router.tokens import Vocabulary
+
+    edge = EdgeLimits(header_deadline_s=0.5, body_deadline_s=0.7, stall_s=1.0)
+    folder = tmp_path_factory.mktemp("rig")
+    make = _router_conftest().make_rig
+    async with make(
+        redis_url, folder, Vocabulary("tokenizer-4096"), edge=edge, prefills=1
+    ) as running:
+        yield running
