@@ -2,21 +2,56 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import random
 from collections.abc import Sequence
-from typing import TypeAlias
 
+from headrace.core.chain import window_digest
 from headrace.core.clock import SYSTEM_CLOCK, Clock
-from headrace.core.ids import Digest, JobKey
-from headrace.core.limits import LeaseTimes
+from headrace.core.errors import ConfigError
+from headrace.core.ids import DIGEST_BYTES, BootId, Digest, JobKey
+from headrace.core.limits import LeaseTimes, WireLimits
+from headrace.core.link import parse_address
 from headrace.core.messages import Place
+from headrace.kvstore.arena import Arena
+from headrace.kvstore.connection import Connection, StoreGone, attach
+from headrace.kvstore.layout import NO_DIGEST, Buffer, checksum, domain_tag
+from headrace.kvstore.messages import (
+    Abandon,
+    AskStat,
+    Done,
+    Doom,
+    Opened,
+    OpenPrefix,
+    OpenWindow,
+    Release,
+    Renew,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    Stat,
+    Wish,
+    Written,
+)
 from headrace.kvstore.settings import Kind, StoreStat
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
+log = logging.getLogger(__name__)
+_BATCH = 256  # objects of one reserve and seal; what is sealed is out of the way of the next
+_SHORT_S = 2.0  # longest wait for an answer that needs no I/O and no room
+_OPEN_S = 10.0  # longest wait for objects from SSD
+_BACKOFF_S = (0.02, 0.5)  # first and longest pause between attempts to attach
 
 
 class StoreClient:
-    """One per process. While the store is away every call answers as a miss; nothing raises on
-    the request path. Used from one event loop; `read_into` alone may be called from any thread."""
+    """One per process and namespace; used from one event loop, except `read_into`.
+
+    While the store is away every call answers at once as a miss (`()`, None, False); nothing here
+    raises on the request path but `ValueError` for arguments that can never be right. After a
+    restart of the store the client attaches to the new one by itself; places of the old one are
+    misses then, and leases are gone with it."""
 
     def __init__(
         self,
@@ -27,38 +62,162 @@ class StoreClient:
         name: str = "",
         clock: Clock = SYSTEM_CLOCK,
         times: LeaseTimes | None = None,
+        limits: WireLimits | None = None,
     ) -> None:
-        raise NotImplementedError
+        if parse_address(address)[0] != "unix":
+            raise ConfigError("store_address must be unix:///path, the store of this host")
+        if len(namespace) != DIGEST_BYTES:
+            raise ConfigError(f"namespace must have {DIGEST_BYTES} bytes, got {len(namespace)}")
+        self._address = address
+        self._token = token
+        self._namespace = namespace
+        self._name = name
+        self._clock = clock
+        self._lease_s = (times or LeaseTimes()).handoff_s
+        self._limits = limits or WireLimits()
+        self._connection: Connection | None = None
+        # Kept while the store is away: bytes that are mapped and verify are right, whoever died.
+        self._mapped: tuple[BootId, Arena] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._attached = asyncio.Event()
+        self._reserved: set[int] = set()
+        self._leases: dict[JobKey, float] = {}
+        self.read_misses = 0  # `read_into` that answered False
+        self.attaches = 0
+
+    # connection ------------------------------------------------------------------------------
 
     @property
     def connected(self) -> bool:
-        """Whether a store answers now."""
-        raise NotImplementedError
+        """Whether a store is attached now."""
+        return self._connection is not None and self._connection.open
 
     @property
     def held(self) -> int:
-        """Reservations not yet sealed, plus leases taken here and neither released nor expired."""
-        raise NotImplementedError
+        """Reservations not yet sealed, plus leases taken or renewed here and neither released here
+        nor expired since."""
+        now_s = self._clock.now_s()
+        self._leases = {key: until for key, until in self._leases.items() if until > now_s}
+        return len(self._reserved) + len(self._leases)
 
     async def connect(self, deadline_s: float) -> bool:
-        """Begin to keep a connection; returns whether there is one after at most `deadline_s`."""
-        raise NotImplementedError
+        """Begin to keep a connection; whether there is one after at most `deadline_s`. Without one
+        the client goes on trying."""
+        if self._keeper is None:
+            self._loop = asyncio.get_running_loop()
+            self._keeper = asyncio.create_task(self._keep(), name="store-client")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._attached.wait()
+        return self.connected
 
     async def close(self) -> None:
-        """End the connection for good. Idempotent."""
-        raise NotImplementedError
+        """End the connection for good; leases stay until released or expired. Idempotent."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeper
+        self._mapped = None
+
+    async def _keep(self) -> None:
+        pause_s = _BACKOFF_S[0]
+        while True:
+            try:
+                connection = await attach(
+                    self._address, self._token, self._name, self._namespace, self._limits
+                )
+            except ConnectionError:
+                await asyncio.sleep(pause_s * random.uniform(0.7, 1.3))
+                pause_s = min(pause_s * 2, _BACKOFF_S[1])
+                continue
+            pause_s = _BACKOFF_S[0]
+            self._connection = connection
+            self._mapped = (connection.boot, connection.arena)
+            self._reserved.clear()
+            self._leases.clear()
+            self.attaches += 1
+            self._attached.set()
+            try:
+                await connection.serve()
+            finally:
+                connection.abort()
+                self._connection = None
+                self._attached.clear()
+                self._reserved.clear()
+            log.warning("the store is away")
+            await asyncio.sleep(pause_s)
+
+    # reading ---------------------------------------------------------------------------------
 
     async def open_prefix(
         self, digests: Sequence[Digest], lease: JobKey | None
     ) -> tuple[Place, ...]:
-        """Places of the longest stored prefix of `digests` (block digests from the root on)."""
-        raise NotImplementedError
+        """Places of the longest stored prefix of `digests`, which are block digests from the root
+        on. Blocks on SSD are brought into the arena first.
+
+        With a lease the places stay valid until it is released or not renewed for `handoff_s`;
+        without, each is good until somebody needs the room (a read then answers False)."""
+        connection = self._connection
+        if connection is None or not digests:
+            return ()
+        asked = tuple(digests)
+        try:
+            answer = await connection.ask(
+                lambda call: OpenPrefix(call, asked, lease), Opened, _OPEN_S
+            )
+        except StoreGone:
+            return ()
+        self._note(lease, bool(answer.places))
+        return answer.places
 
     async def open_windows(
         self, candidates: Sequence[tuple[int, Digest]], lease: JobKey | None
     ) -> tuple[int, Place] | None:
-        """The first candidate (position, digest of the *block* ending there) with a record."""
-        raise NotImplementedError
+        """The first of `candidates` that has a stored window record: (position, place).
+
+        A candidate is a position and the digest of the *block* that ends there; newest first. To
+        read the place, ask `read_into` for `window_digest(block digest)`."""
+        connection = self._connection
+        if connection is None or not candidates:
+            return None
+        asked = tuple(window_digest(digest) for _, digest in candidates)
+        try:
+            answer = await connection.ask(
+                lambda call: OpenWindow(call, asked, lease), Opened, _OPEN_S
+            )
+        except StoreGone:
+            return None
+        self._note(lease, bool(answer.places))
+        if not answer.places or not 0 <= answer.first < len(candidates):
+            return None
+        return candidates[answer.first][0], answer.places[0]
+
+    def read_into(self, place: Place, digest: Digest, dest: bytearray | memoryview) -> bool:
+        """Copy the payload at `place` into `dest` (at least `place.payload_bytes` bytes), verified.
+
+        True: `dest` begins with exactly the bytes that were put under `digest` in this namespace.
+        False is a miss: the place is stale, of another store's life, or damaged (which the store is
+        told); `dest` then holds garbage. Callable from any thread; waits for nothing."""
+        mapped = self._mapped
+        if mapped is None or mapped[0] != place.store:
+            self.read_misses += 1
+            return False
+        if mapped[1].read(place, self._namespace, digest, dest):
+            return True
+        self.read_misses += 1
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._report, place, digest)
+        return False
+
+    def _report(self, place: Place, digest: Digest) -> None:
+        connection = self._connection
+        if connection is not None and connection.boot == place.store:
+            connection.post(Doom(0, place, digest))
+
+    # writing ---------------------------------------------------------------------------------
 
     async def put(
         self,
@@ -71,25 +230,132 @@ class StoreClient:
         first_block: int = 0,
         domain: str = "",
     ) -> tuple[Place | None, ...]:
-        """Store objects; one answer an item, None where it was dropped."""
-        raise NotImplementedError
+        """Store objects; one answer an item, in order: where it is readable now, or None where it
+        was dropped (no room, the store away).
 
-    def read_into(self, place: Place, digest: Digest, dest: bytearray | memoryview) -> bool:
-        """Copy an object's payload into `dest` and verify it. False is a miss."""
-        raise NotImplementedError
+        An item is the object's own digest and its payload, which must not change until this
+        returns. An object that is there already is answered with its place; the first writer's
+        bytes stay. With a lease the objects are leased for it, and a full arena is waited for up to
+        `wait_s`; without, what finds no room is dropped. What is sealed becomes durable later.
+
+        For kind KV the items are consecutive blocks of one chain from number `first_block` on, and
+        `parent` is the digest before the first; for others both describe each item."""
+        places: list[Place | None] = []
+        until_s = asyncio.get_running_loop().time() + wait_s
+        tag = domain_tag(domain)
+        before = parent or NO_DIGEST
+        for begin in range(0, len(items), _BATCH):
+            batch = items[begin : begin + _BATCH]
+            wishes = []
+            for number, (digest, payload) in enumerate(batch, begin):
+                block = first_block + number if kind is Kind.KV else first_block
+                wishes.append(Wish(digest, before, block, memoryview(payload).nbytes))
+                before = digest if kind is Kind.KV else before
+            left_s = max(0.0, until_s - asyncio.get_running_loop().time())
+            places += await self._put_batch(kind, batch, tuple(wishes), tag, lease, left_s)
+        return tuple(places)
+
+    async def _put_batch(
+        self,
+        kind: Kind,
+        batch: Sequence[tuple[Digest, Buffer]],
+        wishes: tuple[Wish, ...],
+        domain: bytes,
+        lease: JobKey | None,
+        wait_s: float,
+    ) -> Sequence[Place | None]:
+        connection = self._connection
+        nothing: tuple[Place | None, ...] = (None,) * len(batch)
+        if connection is None:
+            return nothing
+        unsealed: set[int] = set()
+        try:
+            answer = await connection.ask(
+                lambda call: Reserve(call, kind, wishes, domain, lease, wait_s),
+                Reserved,
+                wait_s + _OPEN_S,
+            )
+            unsealed = {grant.reservation for grant in answer.grants if grant is not None}
+            self._reserved |= unsealed
+            places = list(answer.places)
+            granted = [(i, grant) for i, grant in enumerate(answer.grants) if grant is not None]
+            if granted:
+                written = tuple(
+                    Written(grant.reservation, _copy(connection.arena, grant.offset, batch[i][1]))
+                    for i, grant in granted
+                )
+                sealed = await connection.ask(lambda call: Seal(call, written), Sealed, _OPEN_S)
+                self._reserved -= unsealed
+                unsealed = set()
+                for (i, _), place in zip(granted, sealed.places, strict=True):
+                    places[i] = place
+        except StoreGone:
+            return nothing
+        finally:
+            if unsealed:  # the store went away, or the caller was cancelled
+                self._reserved -= unsealed
+                connection.post(Abandon(tuple(unsealed)))
+        self._note(lease, any(place is not None for place in places))
+        return places
+
+    # leases ----------------------------------------------------------------------------------
 
     async def renew(self, lease: JobKey) -> bool:
         """Prolong a lease by `handoff_s` from now; False when the store does not know it."""
-        raise NotImplementedError
+        connection = self._connection
+        if connection is None:
+            return False
+        try:
+            answer = await connection.ask(lambda call: Renew(call, lease), Done, _SHORT_S)
+        except StoreGone:
+            return False
+        self._note(lease, answer.good)
+        return answer.good
 
     async def release(self, lease: JobKey, kind: Kind | None = None) -> None:
-        """End a lease, or only its part on objects of one kind. Idempotent."""
-        raise NotImplementedError
+        """End a lease, or only its part on objects of one kind. Idempotent, never fails.
+
+        Without `kind` the owner is over: what is still put or opened in its name, by whichever
+        process, is served but leased no more."""
+        if kind is None:
+            self._leases.pop(lease, None)
+        connection = self._connection
+        if connection is None:
+            return
+        with contextlib.suppress(StoreGone):
+            await connection.ask(lambda call: Release(call, lease, kind), Done, _SHORT_S)
 
     async def doom(self, place: Place, digest: Digest) -> None:
         """Report bytes that did not verify; the store looks itself and drops what is damaged."""
-        raise NotImplementedError
+        connection = self._connection
+        if connection is None or connection.boot != place.store:
+            return
+        with contextlib.suppress(StoreGone):
+            await connection.ask(lambda call: Doom(call, place, digest), Done, _SHORT_S)
 
     async def stat(self) -> StoreStat | None:
         """The store's own account; None while it is away."""
-        raise NotImplementedError
+        connection = self._connection
+        if connection is None:
+            return None
+        try:
+            return (await connection.ask(AskStat, Stat, _SHORT_S)).stat
+        except StoreGone:
+            return None
+
+    def _note(self, lease: JobKey | None, taken: bool) -> None:
+        if lease is not None and taken:
+            self._leases[lease] = self._clock.now_s() + self._lease_s
+
+
+def _copy(arena: Arena, offset: int, payload: Buffer) -> int:
+    """Copy into a granted slot; the checksum of the source, so that a torn copy does not verify."""
+    found = arena.locate(offset)
+    if found is None:
+        raise StoreGone  # a store that grants what it did not announce
+    source = memoryview(payload).cast("B")
+    region, slot = found
+    if source.nbytes > region.payload_bytes:
+        raise StoreGone
+    arena.payload(region, slot, source.nbytes)[:] = source
+    return checksum(source)

@@ -106,6 +106,7 @@ class Publisher:
         if self._link is None:
             self._state.on_dirty = self._state.dirty.clear  # nobody will ever ask
             self._state.dirty.clear()
+            await asyncio.Event().wait()  # until cancelled
             return
         loop = asyncio.get_running_loop()
         next_beat_s = loop.time()
@@ -129,7 +130,8 @@ class Publisher:
         if not self._state.dirty:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), max(0.0, left_s))
+                async with asyncio.timeout(max(0.0, left_s)):
+                    await self._wake.wait()
         await asyncio.sleep(0)
 
     async def publish(self, keys: Sequence[bytes]) -> bool:

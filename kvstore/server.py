@@ -1,11 +1,38 @@
-"""The store process: its socket, its sessions, and the tasks that keep it."""
+"""The store process: opens the directory, serves the socket, ends in order."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+from headrace.core import faults
+from headrace.core.card import Member, Role
+from headrace.core.clock import SYSTEM_CLOCK, Clock
+from headrace.core.errors import ConfigError
+from headrace.core.ids import BootId, new_boot_id
+from headrace.core.link import Link, open_link, parse_address, serve_links
 from headrace.core.role import Ready, RoleSettings
+from headrace.core.states import ReplicaState
+from headrace.kvstore.arena import create_arena, plan_regions
+from headrace.kvstore.members import Beat, MemberBoard
+from headrace.kvstore.messages import STORE_MESSAGES
+from headrace.kvstore.publisher import Publisher
+from headrace.kvstore.salts import SaltBook
+from headrace.kvstore.segments import FileCalls, SegmentFiles, lock_directory
+from headrace.kvstore.sessions import Session
 from headrace.kvstore.settings import StoreSettings
+from headrace.kvstore.state import StoreState
+from headrace.kvstore.store import Store
+from headrace.kvstore.writer import Writer
+
+log = logging.getLogger(__name__)
+_EXPIRE_S = 0.2  # how often leases and reservations are looked through
+_READ_THREADS = 2
 
 
 async def run_store(
@@ -14,6 +41,160 @@ async def run_store(
     *,
     ready: Ready | None = None,
     stop: asyncio.Event | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+    calls: FileCalls | None = None,
 ) -> None:
-    """Serve one host's store on `role.listen` (a unix socket) until `stop` is set."""
-    raise NotImplementedError
+    """Serve one host's store on `role.listen` (a unix socket) until `stop` is set.
+
+    At `stop` sealed objects get `drain_s` to become durable; when cancelled they do not. Raises
+    `ConfigError` when another process owns the directory or the socket, or memory or disk cannot be
+    taken. Redis may be absent, empty or frozen at any time."""
+    faults.arm_from_environment(loopback_only=role.on_loopback)
+    scheme, path, _ = parse_address(role.listen)
+    if scheme != "unix":
+        raise ConfigError(f"listen: a store is served on unix:///path, got {scheme}")
+    stop = stop or asyncio.Event()
+    async with contextlib.AsyncExitStack() as stack:
+        lock = lock_directory(store.directory)
+        stack.callback(os.close, lock)
+        await _refuse_second(role, path)
+        SaltBook.ensure(store.directory)
+        boot = new_boot_id()
+        regions = plan_regions(store)
+        descriptor, arena = await asyncio.to_thread(create_arena, regions)
+        stack.callback(os.close, descriptor)
+        leases = role.deployment.leases
+        state = StoreState(
+            arena,
+            boot,
+            clock,
+            lease_s=leases.handoff_s,
+            reserve_s=leases.connection_reserve_s,
+        )
+        files = SegmentFiles(store, calls)
+        stack.callback(files.close)
+        await asyncio.to_thread(_open_files, files, state)
+        writing = stack.enter_context(ThreadPoolExecutor(1, "store-write"))
+        reading = stack.enter_context(ThreadPoolExecutor(_READ_THREADS, "store-read"))
+        epoch = int(boot[:8], 16)
+        publisher = Publisher(state, store, leases, clock, role.redis_url, files.uid, epoch)
+        writer = Writer(state, files, publisher, store, writing)
+        service = Store(state, files, publisher, writer, reading)
+        await _serve(role, store, service, publisher, writer, descriptor, ready, stop)
+
+
+def _open_files(files: SegmentFiles, state: StoreState) -> None:
+    began_s = time.monotonic()
+    files.open()
+    for header, place in files.scan():
+        state.adopt(header, place)
+    log.info(
+        "found %d objects in %d segments in %.2f s",
+        len(state.objects),
+        len(files.segments),
+        time.monotonic() - began_s,
+    )
+
+
+async def _refuse_second(role: RoleSettings, path: str) -> None:
+    """Raise `ConfigError` if somebody serves the socket; a file left by a dead one is removed."""
+    if not os.path.exists(path):
+        return
+    try:
+        link = await open_link(role.listen, STORE_MESSAGES, role.token)
+    except ConnectionError:
+        os.unlink(path)
+        return
+    link.abort()
+    raise ConfigError("listen: another store already serves this socket")
+
+
+async def _serve(
+    role: RoleSettings,
+    settings: StoreSettings,
+    store: Store,
+    publisher: Publisher,
+    writer: Writer,
+    descriptor: int,
+    ready: Ready | None,
+    stop: asyncio.Event,
+) -> None:
+    numbers = itertools.count(1)
+    links: set[Link] = set()
+    limits = role.deployment.wire
+
+    async def on_link(link: Link) -> None:
+        links.add(link)
+        session = Session(store, link, next(numbers), descriptor, role.token, limits.frame_bytes)
+        try:
+            await session.serve()
+        finally:
+            links.discard(link)
+
+    tasks = {
+        asyncio.create_task(writer.run(), name="store-writer"),
+        asyncio.create_task(publisher.run(), name="store-publisher"),
+        asyncio.create_task(_expire(store.state), name="store-expiry"),
+        asyncio.create_task(stop.wait(), name="store-stop"),
+    }
+    server, address = await serve_links(role.listen, on_link, STORE_MESSAGES, role.token, limits)
+    os.chmod(parse_address(address)[1], 0o600)
+    member = _member(role, store.state.boot, address)
+    board = MemberBoard.of(role) if role.redis_url else None
+    beat = Beat(board, lambda: member, role.deployment.leases) if board else None
+    try:
+        if beat is not None:
+            await beat.start()
+        if ready is not None:
+            ready(member)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            for task in done:
+                task.result()  # raises what ended it: a store without its writer must not go on
+        await _stop_serving(server, links)
+        writer.stop()
+        await asyncio.wait(
+            {task for task in tasks if task.get_name() == "store-writer"},
+            timeout=settings.drain_s,
+        )
+    finally:
+        await _stop_serving(server, links)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if beat is not None and board is not None:
+            await beat.stop()
+            await board.close()
+        await publisher.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(parse_address(address)[1])
+
+
+async def _stop_serving(server: asyncio.Server, links: set[Link]) -> None:
+    server.close()
+    while links:
+        for link in tuple(links):
+            link.abort()
+        await asyncio.sleep(0.005)
+
+
+async def _expire(state: StoreState) -> None:
+    while True:
+        await asyncio.sleep(_EXPIRE_S)
+        state.expire()
+
+
+def _member(role: RoleSettings, boot: BootId, address: str) -> Member:
+    return Member(
+        role=Role.STORE,
+        name=role.name,
+        boot_id=boot,
+        address=address,
+        pid=os.getpid(),
+        build=role.build,
+        state=ReplicaState.READY,
+        card=None,
+        max_rows_per_step=0,
+        n_blocks=0,
+        n_slots=0,
+    )

@@ -185,15 +185,16 @@ class StoreState:
 
     # between arena and disk ------------------------------------------------------------------
 
-    def loaded(self, entry: Entry, slot: int, *, sound: bool) -> None:
-        """A load of a pinned entry into a reserved slot ended. Unsound bytes end the object."""
+    def loaded(self, entry: Entry, slot: int, *, sound: bool | None) -> None:
+        """A load of a pinned entry into a reserved slot ended. Unsound bytes end the object; None
+        (given up before it ended) only gives the slot back."""
         if sound and not entry.dropped and entry.slot is None:
             self.residents.enter(entry, slot)
             self.count.loads += 1
             self._mark(entry)
         else:
             self.residents.give(entry.kind, slot)
-        if not sound:
+        if sound is False:
             self.count.damaged += 1
             self.drop(entry, erase=True)
         self.residents.settle(entry)

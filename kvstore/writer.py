@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from typing import TypeVar
 
@@ -29,6 +30,12 @@ from headrace.kvstore.state import StoreState
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _BATCH_BYTES = 8 << 20  # written in one go of the I/O thread
+
+
+class _Outcome(StrEnum):
+    WRITTEN = "written"
+    FAILED = "failed"
+    DAMAGED = "damaged"  # in the arena, before anything was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,8 @@ class Writer:
             if left_s <= 0 or self._stopping or not group:
                 break
             try:
-                await asyncio.wait_for(self._wake.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await self._wake.wait()
             except TimeoutError:
                 break
             self._wake.clear()
@@ -110,29 +118,36 @@ class Writer:
             else:
                 writes.append(_Write(entry, place))
         done = await self._in_thread(lambda: [self._write_one(write) for write in writes])
-        for write, good in zip(writes, done, strict=True):
-            if not good:
+        good: list[_Write] = []
+        for write, outcome in zip(writes, done, strict=True):
+            if outcome is _Outcome.WRITTEN:
+                good.append(write)
+                continue
+            self._state.not_saved(write.entry, write.place)
+            if outcome is _Outcome.DAMAGED:
+                self._state.count.damaged += 1
+                self._state.drop(write.entry, erase=False)
+            else:
                 self._failed()
-                self._state.not_saved(write.entry, write.place)
-        return [write for write, good in zip(writes, done, strict=True) if good]
+        return good
 
-    def _write_one(self, write: _Write) -> bool:
+    def _write_one(self, write: _Write) -> _Outcome:
         # In the I/O thread. The entry is pinned, so its slot stays; a client that wrote over it
         # nevertheless must not get its bytes to disk under a sound header.
         entry, arena = write.entry, self._state.residents.arena
         region = self._state.residents.regions[entry.kind]
         if entry.slot is None:
-            return False
+            return _Outcome.FAILED
         payload = arena.payload(region, entry.slot, entry.facts.payload_bytes)
         if checksum(payload) != entry.checksum:
-            return False
+            return _Outcome.DAMAGED
         header = SlotHeader(entry.facts, entry.checksum, 0, 0, 0, entry.written_at_s)
         try:
             self._files.write(write.place, payload, header)
-            return True
+            return _Outcome.WRITTEN
         except (OSError, HeadraceError) as error:
             log.warning("an object was not written: %s", type(error).__name__)
-            return False
+            return _Outcome.FAILED
 
     async def _place(self, kind: Kind) -> DiskPlace | None:
         """The next slot on disk, recycling the oldest segment that nobody holds if need be.

@@ -1,0 +1,89 @@
+"""Bringing objects from SSD back into the arena, verified, each once however many ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from headrace.kvstore.layout import checksum
+from headrace.kvstore.objects import Entry
+from headrace.kvstore.segments import SegmentFiles
+from headrace.kvstore.state import StoreState
+
+_BATCH = 32  # slots read in one go of an I/O thread
+
+
+class Loader:
+    """Single flight: a second caller of an object that is being read waits for the same read. A
+    caller that leaves (cancelled) stops nothing that others wait for."""
+
+    def __init__(self, state: StoreState, files: SegmentFiles, threads: ThreadPoolExecutor) -> None:
+        self._state = state
+        self._files = files
+        self._threads = threads
+        self._running: dict[bytes, asyncio.Task[None]] = {}
+
+    async def bring(self, entries: Sequence[Entry]) -> int:
+        """Have the longest possible prefix of `entries` in the arena; its length.
+
+        The caller keeps them pinned meanwhile and takes its leases before anything else runs. A
+        prefix is cut where the arena has no room or the bytes on disk do not verify."""
+        wanted: list[tuple[Entry, int]] = []
+        waits: set[asyncio.Task[None]] = set()
+        for entry in entries:
+            if entry.slot is not None or entry.dropped:
+                continue
+            running = self._running.get(entry.key)
+            if running is not None:
+                waits.add(running)
+                continue
+            residents = self._state.residents
+            fits = residents.fits(entry.kind, entry.facts.payload_bytes)  # of other settings: no
+            slot = residents.take(entry.kind) if fits else None
+            if slot is None:
+                break
+            self._state.pin(entry)
+            wanted.append((entry, slot))
+        for begin in range(0, len(wanted), _BATCH):
+            batch = wanted[begin : begin + _BATCH]
+            task = asyncio.create_task(self._load(batch), name="store-load")
+            waits.add(task)
+            for entry, _ in batch:
+                self._running[entry.key] = task
+        if waits:
+            await asyncio.wait(waits)
+        for count, entry in enumerate(entries):
+            if entry.slot is None or entry.dropped:
+                return count
+        return len(entries)
+
+    async def _load(self, batch: Sequence[tuple[Entry, int]]) -> None:
+        loop = asyncio.get_running_loop()
+        sound: list[bool | None] = [None] * len(batch)  # unknown, if this is cancelled
+        try:
+            sound[:] = await loop.run_in_executor(self._threads, self._read, batch)
+        finally:
+            for (entry, slot), good in zip(batch, sound, strict=True):
+                del self._running[entry.key]
+                self._state.loaded(entry, slot, sound=good)
+                self._state.unpin(entry)
+
+    def _read(self, batch: Sequence[tuple[Entry, int]]) -> list[bool]:
+        return [self._read_one(entry, slot) for entry, slot in batch]
+
+    def _read_one(self, entry: Entry, slot: int) -> bool:
+        # In an I/O thread; the entry is pinned, so neither its disk place nor the slot moves.
+        residents = self._state.residents
+        if entry.disk is None:
+            return False
+        payload = residents.arena.payload(
+            residents.regions[entry.kind], slot, entry.facts.payload_bytes
+        )
+        header = self._files.read(entry.disk, payload)
+        return (
+            header is not None
+            and header.facts == entry.facts
+            and header.checksum == entry.checksum
+            and checksum(payload) == entry.checksum
+        )

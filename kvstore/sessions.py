@@ -1,0 +1,165 @@
+"""One client's connection, as the store sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+from headrace.core.errors import WireError
+from headrace.core.frames import FrameCodec
+from headrace.core.link import Link
+from headrace.kvstore.messages import (
+    STORE_MESSAGES,
+    Abandon,
+    AskStat,
+    Attach,
+    Attached,
+    Cancel,
+    Done,
+    Doom,
+    Opened,
+    OpenPrefix,
+    OpenWindow,
+    Ping,
+    Release,
+    Renew,
+    Reserve,
+    Reserved,
+    Seal,
+    Sealed,
+    Stat,
+)
+from headrace.kvstore.store import Store
+
+log = logging.getLogger(__name__)
+_ATTACH_S = 5.0
+_CALLS = 1024  # of one client at a time; more end its connection
+
+
+def send_with_descriptor(
+    sock: socket.socket, token: str, frame_bytes: int, message: Any, fd: int
+) -> None:
+    """Send one frame whose first byte carries a descriptor. The socket's buffer must be empty.
+
+    Raises `ConnectionError` when the socket does not take all of it at once."""
+    frame = FrameCodec(token, frame_bytes).encode(STORE_MESSAGES.encode(message))
+    with socket.socket(fileno=os.dup(sock.fileno())) as plain:  # asyncio's wrapper cannot sendmsg
+        try:
+            sent = socket.send_fds(plain, [frame], [fd])
+        except BlockingIOError:
+            sent = 0
+    if sent != len(frame):
+        raise ConnectionAbortedError("the peer took nothing")
+
+
+class Session:
+    """Serves one link until it ends, then frees what its client had reserved. Leases stay: they
+    belong to a request, not to a connection."""
+
+    def __init__(
+        self, store: Store, link: Link, number: int, descriptor: int, token: str, frame_bytes: int
+    ) -> None:
+        self._store = store
+        self._link = link
+        self._number = number
+        self._descriptor = descriptor
+        self._token = token
+        self._frame_bytes = frame_bytes
+        self._namespace = b""
+        self._calls: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        """Raises `WireError` on a client that does not keep to the protocol."""
+        try:
+            async with asyncio.timeout(_ATTACH_S):
+                attach = await self._link.receive()
+        except TimeoutError:
+            raise WireError("the client did not attach in time") from None
+        if attach is None:
+            return
+        if not isinstance(attach, Attach) or len(attach.namespace) != 32:
+            raise WireError("expected Attach with a namespace of 32 bytes first")
+        self._namespace = attach.namespace
+        state = self._store.state
+        attached = Attached(state.boot, state.residents.arena.regions)
+        send_with_descriptor(
+            self._link.socket, self._token, self._frame_bytes, attached, self._descriptor
+        )
+        self._store.connections += 1
+        try:
+            async for message in self._link:
+                self._take(message)
+        finally:
+            self._store.connections -= 1
+            running = tuple(self._calls.values())
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            freed = state.close_connection(self._number)
+            if freed:
+                log.info("%s left %d reservations", attach.name or "a client", freed)
+
+    def _take(self, message: Any) -> None:
+        store, state = self._store, self._store.state
+        match message:
+            case OpenPrefix() | OpenWindow() | Reserve() | Seal():
+                self._start(message.call, self._answer(message))
+            case Cancel():
+                task = self._calls.get(message.call)
+                if task is not None:
+                    task.cancel()
+            case Abandon():
+                state.abandon(self._number, message.reservations)
+            case Renew():
+                self._link.post(Done(message.call, state.leases.renew(message.lease)))
+            case Release():
+                state.release(message.lease, message.kind)
+                self._link.post(Done(message.call, True))
+            case Doom():
+                right = state.doom(message.place, self._namespace, message.digest)
+                if message.call:
+                    self._link.post(Done(message.call, right))
+            case AskStat():
+                self._link.post(Stat(message.call, store.stat()))
+            case Ping():
+                self._link.post(Done(message.call, True))
+            case _:
+                raise WireError(f"a client does not send {type(message).__name__}")
+
+    def _start(self, call: int, work: Coroutine[Any, Any, None]) -> None:
+        if call in self._calls or len(self._calls) >= _CALLS:
+            work.close()
+            raise WireError(f"a call number twice, or more than {_CALLS} calls at a time")
+        task = asyncio.create_task(work, name="store-call")
+        self._calls[call] = task
+        task.add_done_callback(lambda done: self._ended(call, done))
+
+    def _ended(self, call: int, task: asyncio.Task[None]) -> None:
+        self._calls.pop(call, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            # The client must not wait for an answer that comes no more.
+            log.error("a call failed", exc_info=error)
+            self._link.abort()
+
+    async def _answer(self, message: OpenPrefix | OpenWindow | Reserve | Seal) -> None:
+        store = self._store
+        match message:
+            case OpenPrefix():
+                places = await store.open_prefix(self._namespace, message.digests, message.lease)
+                self._link.post(Opened(message.call, 0, places))
+            case OpenWindow():
+                first, found = await store.open_window(
+                    self._namespace, message.digests, message.lease
+                )
+                self._link.post(Opened(message.call, first, found))
+            case Reserve():
+                grants, known = await store.reserve(self._number, self._namespace, message)
+                self._link.post(Reserved(message.call, grants, known))
+            case Seal():
+                sealed = await store.seal(self._number, self._namespace, message.written)
+                self._link.post(Sealed(message.call, sealed))
