@@ -58,7 +58,9 @@ class Link:
         async with self._send_lock:
             self._writer.write(frame if action != "duplicate" else frame * 2)
             try:
-                await asyncio.wait_for(self._writer.drain(), self._limits.send_s)
+                # Not wait_for: on Python 3.11 it swallows a cancellation that arrives as it ends.
+                async with asyncio.timeout(self._limits.send_s):
+                    await self._writer.drain()
             except TimeoutError:
                 self.abort()
                 raise ConnectionAbortedError("the peer took nothing in time") from None
@@ -124,7 +126,8 @@ async def open_link(
         else asyncio.open_connection(host, port)
     )
     try:
-        reader, writer = await asyncio.wait_for(opening, limits.connect_s)
+        async with asyncio.timeout(limits.connect_s):
+            reader, writer = await opening
     except (TimeoutError, OSError) as error:
         raise ConnectionRefusedError(f"no answer ({type(error).__name__})") from None
     _no_delay(writer)

@@ -79,7 +79,8 @@ async def introduce(address: str, mine: Hello, token: str, limits: WireLimits) -
 
 async def _hello(link: Link, limits: WireLimits) -> Hello:
     try:
-        message = await asyncio.wait_for(link.receive(), limits.connect_s)
+        async with asyncio.timeout(limits.connect_s):
+            message = await link.receive()
     except TimeoutError:
         raise ConnectionAbortedError("the peer did not greet in time") from None
     if message is None:
