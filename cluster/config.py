@@ -18,7 +18,7 @@ importing torch; `load_config` alone is quick.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from headrace.cluster.reading import check_range, parse_yaml, read_record
-from headrace.cluster.rundir import RunDir, check_name, write_file
+from headrace.cluster.rundir import RunDir, SlotSizes, check_name, write_file
 from headrace.core.card import Role
 from headrace.core.deployment import Deployment
 from headrace.core.errors import ConfigError
@@ -142,19 +142,19 @@ class ClusterConfig:
         return read_record(EngineSettings, self.engine, "engine")
 
     def store_settings(self, run: RunDir) -> StoreSettings:
-        """Settings of the store: slot sizes follow from the model's layout, no weights are made.
-
-        Imports torch, since the layout arithmetic lives beside the model."""
+        """Settings of the store; slot sizes as the leader wrote them down, or computed here."""
         from headrace.kvstore import StoreSettings
+
+        sizes = run.read_sizes(self.deployment.model) or self.slot_sizes()
+        values = {"directory": str(run.store_directory), **STORE_DEFAULTS, **self.store}
+        return read_record(StoreSettings, values, "store", fixed=asdict(sizes))
+
+    def slot_sizes(self) -> SlotSizes:
+        """What the model's layout says of the store's objects. Makes no weights, imports torch."""
         from headrace.model import CacheLayout, ModelConfig
 
         layout = CacheLayout.of(ModelConfig.load(self.deployment.model))
-        fixed: dict[str, object] = {
-            "block_bytes": layout.block_bytes,
-            "window_bytes": layout.window_record_bytes,
-        }
-        values = {"directory": str(run.store_directory), **STORE_DEFAULTS, **self.store}
-        return read_record(StoreSettings, values, "store", fixed=fixed)
+        return SlotSizes(layout.block_bytes, layout.window_record_bytes)
 
     def router_settings(self, run: RunDir) -> RouterSettings:
         """Settings of every router, keys included."""
@@ -168,9 +168,10 @@ class ClusterConfig:
         return read_record(RouterSettings, self.router, "router", fixed=fixed)
 
     def check(self, run: RunDir) -> None:
-        """Read the sections of other rooms too, and make the generated keys. Raises `ConfigError`
-        naming the key; imports torch."""
+        """Read the sections of other rooms too, make the generated keys, and write down the slot
+        sizes, so that no store imports torch to know them. Raises `ConfigError` naming the key."""
         self.engine_settings()
+        run.write_sizes(self.deployment.model, self.slot_sizes())
         self.store_settings(run)
         self.router_settings(run)
 

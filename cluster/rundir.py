@@ -7,6 +7,7 @@
         ray-token         the token of Ray's own control plane                mode 600
         api_key[-TENANT]  generated API keys                                  mode 600
         config.yaml       the configuration the run was started with          mode 600
+        sizes.json        bytes of a block and of a window record, from the model's layout
         valkey.sock, store.sock, store/, logs/, records.jsonl, supervisor.json
 
 `home` is $HEADRACE_HOME, or ~/.headrace. Nothing of a run lies elsewhere, but for Ray's session
@@ -60,6 +61,14 @@ class RunState:
     model: str
     url: str
     build: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSizes:
+    """Bytes of one block and of one window record of the served model."""
+
+    block_bytes: int
+    window_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +159,20 @@ class RunDir:
     def api_key_file(self, tenant: str, *, first: bool = True) -> Path:
         """Where a generated key lies: `api_key` for the first tenant of the configuration."""
         return self.path / ("api_key" if first else f"api_key-{check_name(tenant)}")
+
+    def write_sizes(self, model: str, sizes: SlotSizes) -> None:
+        """Keep the slot sizes of a model for the store of this run."""
+        write_file(self.path / "sizes.json", json.dumps({"model": model, **asdict(sizes)}))
+
+    def read_sizes(self, model: str) -> SlotSizes | None:
+        """The sizes kept last, if they were of this model."""
+        try:
+            values = json.loads((self.path / "sizes.json").read_text())
+            if values.pop("model") == model:
+                return SlotSizes(**values)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        return None
 
     def read_state(self) -> RunState | None:
         """What the leader wrote last, or None. Says nothing of whether that leader still lives."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +118,26 @@ def test_the_store_is_told_the_sizes_of_the_model(tmp_path: Path) -> None:
         assert settings.block_bytes == layout.block_bytes
         assert settings.window_bytes == layout.window_record_bytes
         assert settings.directory == str(tmp_path / "local" / "store")
+
+
+def test_a_store_process_needs_no_torch_once_the_sizes_are_kept(tmp_path: Path) -> None:
+    run = RunDir(tmp_path, "local")
+    run.create()
+    config = read_config("deployment: {model: t1}", "x")
+    config.check(run)
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from headrace.cluster.config import read_config\n"
+        "from headrace.cluster.rundir import RunDir\n"
+        "config = read_config(f'deployment: {{model: {sys.argv[2]}}}', 'x')\n"
+        "print(config.store_settings(RunDir(Path(sys.argv[1]), 'local')).block_bytes)\n"
+        "print('torch' in sys.modules)"
+    )
+    for model, torch in (("t1", "False"), ("toy", "True")):  # kept for t1 only
+        command = [sys.executable, "-c", code, str(tmp_path), model]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        layout = CacheLayout.of(ModelConfig.load(model))
+        assert done.stdout.split() == [str(layout.block_bytes), torch]
 
 
 def test_generated_keys_are_kept_and_private(tmp_path: Path) -> None:

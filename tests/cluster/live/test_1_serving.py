@@ -21,6 +21,7 @@ from headrace.engine import LLM
 
 pytestmark = pytest.mark.ray
 Live = Any  # the cluster of conftest.py
+Conversation = Any  # likewise
 Ids = Callable[[str, int], list[int]]
 
 # N >= keep + 128 = 172 on T1: from there on a hand-off gains a block
@@ -128,24 +129,11 @@ def test_tenants_do_not_share(live: Live, ids: Ids) -> None:
     assert again.record["domain"] == first.record["domain"] != other.record["domain"]
 
 
-def test_a_second_turn_replays(live: Live, llm: LLM, ids: Ids) -> None:
-    first = ids("conversation", 3850)
-    answer = llm.generate([first], max_tokens=8)[0]
-    assert live.complete(first, 8).text == answer.text
-    second = [*first, *answer.token_ids, *ids("second turn", 4000 - 3850 - len(answer.token_ids))]
-    assert len(second) == 4000
-    want = llm.generate([second], max_tokens=8)[0]
-    got = live.complete(second, 8)
-    assert got.text == want.text
-    assert_replayed(got.record, len(second), 3840, llm.keep_tokens)
-
-
-def assert_replayed(record: dict[str, Any], n: int, hit: int, keep: int) -> None:
-    """No row on prefill, a bounded suffix on decode, and nothing else."""
-    assert record["prefill_rows"] == 0
-    assert record["prefill"] == ""
-    assert 0 < record["encoder_rows"] <= max(n - hit, keep + 127)
-    assert record["decoder_rows"] == keep
+def test_a_second_turn_replays(live: Live, llm: LLM, talk: Conversation) -> None:
+    assert live.complete(talk.first, 8).text == talk.answer.text
+    got = live.complete(talk.second, 8)
+    assert got.text == talk.second_answer.text
+    talk.assert_replayed(got.record, llm.keep_tokens)
 
 
 def test_official_client_in_two_streamed_turns(live: Live, llm: LLM, root: Path) -> None:
@@ -182,5 +170,7 @@ def test_official_client_in_two_streamed_turns(live: Live, llm: LLM, root: Path)
     assert first["prefill_rows"] == floor_grain(prompts[0])
     # the second turn finds the first one's blocks, and runs what is new and the keep
     assert cached[1] >= floor_grain(prompts[0])
-    assert_replayed(second, prompts[1], cached[1], llm.keep_tokens)
+    assert second["prefill_rows"] == 0
+    assert second["encoder_rows"] <= max(prompts[1] - cached[1], llm.keep_tokens + 127)
+    assert second["decoder_rows"] == llm.keep_tokens
     live.settled()
