@@ -292,7 +292,7 @@ class ClientWatch:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._left = False
+        self._cancelled = False
 
     async def __aenter__(self) -> None:
         self._task = asyncio.current_task()
@@ -302,14 +302,14 @@ class ClientWatch:
     async def __aexit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
         self._watch.remove_done_callback(self._on_gone)
         self._watch.cancel()
-        if self._left and self._task is not None:
+        if self._cancelled and self._task is not None:
             self._task.uncancel()
             if kind is asyncio.CancelledError:
                 raise Cancelled("the client left") from None
 
     def _on_gone(self, _: asyncio.Task[None]) -> None:
-        if not self._exchange.complete and self._task is not None:
-            self._left = True
+        if self._exchange.left and self._task is not None:
+            self._cancelled = True
             self._task.cancel()
 
 

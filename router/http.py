@@ -49,6 +49,7 @@ class Exchange:
         self.extra: list[Header] = []  # headers of whatever answer comes
         self.accepted = False  # a ticket was made: its end is counted by its record
         self.streaming = False
+        self.left = False  # set by `gone`
         self.complete = False  # set before the last byte is given away
 
     def header(self, name: bytes) -> bytes | None:
@@ -105,6 +106,7 @@ class Exchange:
         """Returns when the client has left (or when the answer is complete)."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self.left = not self.complete
 
     async def answer(self, status: int, body: bytes, headers: Iterable[Header] = ()) -> None:
         """The whole answer at once."""
@@ -133,8 +135,13 @@ class Exchange:
         await self.answer(error.status, orjson.dumps(error.body()), headers)
 
     async def events(self, payloads: Iterable[bytes]) -> None:
-        """Send server-sent events, starting the stream with the first."""
+        """Send server-sent events, starting the stream with the first.
+
+        Raises `Cancelled` when the client left meanwhile: `send` itself returns as if all was well,
+        and a sender that had waited for a client to read would go on with what has piled up."""
         await self._body(b"".join(b"data: " + payload + b"\n\n" for payload in payloads), more=True)
+        if self.left:
+            raise Cancelled("the client left")
 
     async def comment(self) -> None:
         """An event that clients skip; keeps proxies from closing a silent stream."""

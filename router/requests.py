@@ -133,12 +133,26 @@ class Ticket:
                 break
             if self._again(arrival):
                 return Piece(restart=True)
+        arrival = self._join_waiting(arrival)
         if arrival.finish is not None and self.prefill is not None:
             # Its counts come over another socket and may be a moment later than the last token.
             until_s = self._loop.time() + PREFILL_REPORT_S
             await self._wait_until(until_s, lambda: self.prefill_report is not None)
         self._given = self._given or bool(arrival.token_ids)
         return arrival
+
+    def _join_waiting(self, piece: Piece) -> Piece:
+        """Everything that waits, as one piece: a client that reads slowly gets fewer and larger
+        events, and a task with much to say still lets the loop run between its pieces."""
+        if piece.finish is not None or not self._inbox:
+            return piece
+        token_ids = list(piece.token_ids)
+        finish: FinishReason | None = None
+        while finish is None and self._inbox and isinstance(self._inbox[0], Piece):
+            token_ids += self._inbox[0].token_ids
+            finish = self._inbox[0].finish
+            self._inbox.popleft()
+        return Piece(tuple(token_ids), finish)
 
     def byte_sent(self) -> None:
         """Text reached the client: no other attempt is possible from now on."""
