@@ -14,7 +14,6 @@ from headrace.model.params import LayerParams
 from headrace.model.plan import CallPlan, GroupWrites, HalfPlan, Segment
 from headrace.model.state import KvState
 
-
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 

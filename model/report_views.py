@@ -14,15 +14,14 @@ from headrace.model.report import RECORD_SPACING_TOKENS, LayerRow, LayoutReport
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-
-
 def show_bytes(n_bytes: float) -> str:
     """Bytes in decimal units, three digits: 3.13 MB."""
-    for size, unit in _UNITS:
-        if abs(n_bytes) >= size:
-            return f"{n_bytes / size:.3g} {unit}" if n_bytes < 1000 * size else f"{n_bytes:,.0f} B"
-    return f"{n_bytes:,.0f} B"
+    value, unit = float(n_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if abs(value) < 999.5:  # three digits would not round to a thousand
+            break
+        value, unit = value / 1000, larger
+    return f"{value:,.0f} {unit}" if abs(value) >= 99.95 else f"{value:.3g} {unit}"
 
 
 def _exact(n: float) -> str:

@@ -24,6 +24,7 @@ from headrace.model.checkpoint.errors import CheckpointError
 DTYPE_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
 _NAN_SCALE = 255
 _LEAST_SCALE, _GREATEST_SCALE = 1, 254
+_GREATEST_VALUE = 2.0**127
 
 
 class Kind(StrEnum):
@@ -151,12 +152,13 @@ def quantise(
     rounds past the largest code. The rule of activations, ceil(log2(amax / largest)), is at most
     one power above it and its grid is a subset below the largest code, so no error grows, values
     that already went through that rule are kept exactly, and quantising what was widened gives the
-    same bytes. Raises CheckpointError on other dtypes and on values that are not finite.
+    same bytes. Raises CheckpointError on other dtypes, on NaN and on values beyond 2^127, which
+    could round to what no float32 holds.
     """
     if values.dtype not in (torch.float32, torch.bfloat16):
         raise CheckpointError(f"{name}: found {values.dtype}, wanted float32 or bfloat16 to encode")
-    if not bool(torch.isfinite(values).all()):
-        raise CheckpointError(f"{name}: found a NaN or infinite value, wanted finite ones")
+    if not bool((values.abs() <= _GREATEST_VALUE).all()):  # NaN compares false
+        raise CheckpointError(f"{name}: found a NaN or a value beyond 2^127, wanted finite ones")
     if not encoding.has_scale:
         stored = torch.bfloat16 if encoding.kind is Kind.BF16 else torch.float32
         return values.to(stored).contiguous().view(torch.uint8).reshape(-1), None

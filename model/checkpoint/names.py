@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from headrace.model.checkpoint.encoding import Encoding, StoredSpec
 from headrace.model.checkpoint.names_v41 import v41_entries
@@ -56,6 +57,7 @@ _SELECTED: dict[Selection, frozenset[Part]] = {
 }
 
 
+@lru_cache(maxsize=4)
 def tensor_table(
     config: ModelConfig, quantisation: Quantisation | None, family: str = "deepseek_v41"
 ) -> tuple[TensorEntry, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from headrace.model.checkpoint.encoding import Encoding, StoredSpec
 
@@ -21,7 +22,7 @@ class Part(StrEnum):
     VISION = "vision"  # tower, aligner, the three rows around an image's rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorEntry:
     """A weight: its name as the model knows it, its shape when widened, how files hold it.
 
@@ -36,10 +37,10 @@ class TensorEntry:
     layer: int | None = None
     optional: bool = False
 
-    @property
+    @cached_property
     def stored(self) -> tuple[StoredSpec, ...]:
         return self.encoding.stored(self.name, self.shape)
 
-    @property
+    @cached_property
     def n_bytes(self) -> int:
         return sum(spec.n_bytes for spec in self.stored)

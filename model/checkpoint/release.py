@@ -97,6 +97,8 @@ def read_config(document: Mapping[str, Any]) -> ReleaseConfig:
         text = dict(text)
         if (temperature := text.pop("gate_temp", 1.0)) != 1.0:
             raise ConfigError(f"text_config.gate_temp: found {temperature!r}, wanted 1.0")
+        if not isinstance(scaling := text.get("rope_scaling", {}), Mapping):
+            raise ConfigError(f"text_config.rope_scaling: found {scaling!r}, wanted an object")
         top["text_config"] = text
     if (vision := top.get("vision_config")) is not None:
         if not isinstance(vision, Mapping):
@@ -126,10 +128,10 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         else:
             text[_TEXT_RENAMES.get(key, key)] = value
     text["rope_scaling"] = scaling
-    if {"factor", "original_max_position_embeddings"} <= scaling.keys():
+    factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+    if isinstance(factor, int | float) and isinstance(original, int):
         # The flat file does not say it: YaRN stretches the original length by its factor.
-        stretched = scaling["factor"] * scaling["original_max_position_embeddings"]
-        text.setdefault("max_position_embeddings", int(stretched))
+        text.setdefault("max_position_embeddings", int(factor * original))
     if "engram_pad_token_id" in text:
         top.setdefault("pad_token_id", text["engram_pad_token_id"])
     if vision.get("num_hidden_layers"):
@@ -157,7 +159,7 @@ def _quantisation(value: Any) -> Quantisation | None:
         if found != wanted:
             raise ConfigError(f"quantization_config.{key}: found {found!r}, wanted {wanted!r}")
     block = values.pop("weight_block_size", None)
-    if not isinstance(block, list | tuple) or len(block) != 2:
+    if not isinstance(block, list) or [type(side) for side in block] != [int, int]:
         raise ConfigError(
             f"quantization_config.weight_block_size: found {block!r}, wanted [32, 32] or [128, 128]"
         )

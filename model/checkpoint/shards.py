@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,7 +160,8 @@ class Shard:
     def open(cls, path: Path, meter: Meter) -> Self:
         """Open a shard and check its header. Raises CheckpointError."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # A pipe would block the open and give other bytes at each read.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             raise CheckpointError(f"{path.name}: shard missing from the checkpoint") from None
         except OSError as error:
@@ -173,7 +175,10 @@ class Shard:
 
     @staticmethod
     def _header(name: str, fd: int, meter: Meter) -> ShardHeader:
-        file_bytes = os.fstat(fd).st_size
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{name}: not a regular file")
+        file_bytes = status.st_size
         if file_bytes < 8:
             raise CheckpointError(f"{name}: truncated, found {file_bytes} bytes, wanted a header")
         length = int.from_bytes(os.pread(fd, 8, 0), "little")
