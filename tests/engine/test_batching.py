@@ -12,7 +12,8 @@ from headrace.core.chain import as_token_ids
 from headrace.core.ids import Digest
 from headrace.core.request import FinishReason, GenRequest, Sampling
 from headrace.core.rows import StartKind, plan_decode, plan_resume
-from headrace.engine import Engine, Half, Job
+from headrace.engine import Engine, EngineSettings, Half, Job
+from headrace.engine.sampler import draw
 
 NewEngine = Callable[..., Engine]
 NewRequest = Callable[..., GenRequest]
@@ -23,8 +24,6 @@ PROMPTS = (1, 31, 127, 128, 200, 300)
 @pytest.fixture(scope="module")
 def alone(t1: Any, new_request: NewRequest, run_alone: Any) -> Callable[..., Any]:
     """One request in an engine of its own, everything in one step as far as it goes; cached."""
-    from headrace.engine import EngineSettings
-
     cache: dict[tuple[object, ...], Any] = {}
 
     def run(n: int, **how: Any) -> Any:
@@ -156,12 +155,23 @@ def test_a_stop_id_ends_the_text(new_engine: NewEngine, new_request: NewRequest,
 
 
 def test_samples_repeat_for_a_seed_only(alone: Any) -> None:
-    def draw(seed: int) -> list[int]:
+    def text(seed: int) -> list[int]:
         how = Sampling(temperature=1.0, top_p=0.95, seed=seed)
         return list(alone(50, sampling=how, max_tokens=10).tokens)
 
-    assert len({tuple(draw(seed)) for seed in range(4)}) == 4
-    assert draw(2) != alone(50, max_tokens=10).tokens
+    assert len({tuple(text(seed)) for seed in range(4)}) == 4
+    assert text(2) != alone(50, max_tokens=10).tokens
+
+
+def test_a_draw_is_for_the_place_that_the_token_takes(
+    new_engine: NewEngine, new_request: NewRequest, run_alone: Any
+) -> None:
+    engine, hot = new_engine(), Sampling(temperature=1.0, top_p=0.9, seed=8)
+    rows: list[tuple[int, Any]] = []
+    engine.runner.on_logits = lambda key, position, row: rows.append((position, row.numpy().copy()))
+    got = run_alone(engine, new_request(50, sampling=hot))
+    assert [position for position, _ in rows] == [49, 50, 51, 52]
+    assert got.tokens == [draw(row, hot, position + 1) for position, row in rows]
 
 
 # ---- resume ---------------------------------------------------------------------------------

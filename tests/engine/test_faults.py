@@ -12,7 +12,7 @@ from headrace.core import faults
 from headrace.core.chain import as_token_ids
 from headrace.core.request import GenRequest
 from headrace.core.rows import plan_decode
-from headrace.engine import Engine, EngineDamaged, Half, Job, NotANumber
+from headrace.engine import Engine, EngineDamaged, EngineSettings, Half, Job, NotANumber
 from headrace.model import RowBatch, RowResult
 
 NewEngine = Callable[..., Engine]
@@ -28,8 +28,6 @@ def disarmed() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def texts(t1: Any, new_request: NewRequest, run_alone: Any) -> dict[int, Any]:
-    from headrace.engine import EngineSettings, Half
-
     def run(n: int) -> Any:
         engine = Engine(
             t1, EngineSettings(8, 1), Half.FULL, record_spacing_tokens=8192, poison=True

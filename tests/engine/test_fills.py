@@ -11,7 +11,7 @@ import pytest
 from headrace.core.chain import as_token_ids
 from headrace.core.request import GenRequest
 from headrace.core.rows import StartKind, plan_decode
-from headrace.engine import Engine, Job
+from headrace.engine import Engine, EngineSettings, Half, Job
 from headrace.model import StateError
 
 NewEngine = Callable[..., Engine]
@@ -22,8 +22,6 @@ NO_IDS = as_token_ids([])
 @pytest.fixture(scope="module")
 def cold(t1: Any, new_request: NewRequest, run_alone: Any) -> Any:
     """300 tokens from nothing: what every way of loading must end in."""
-    from headrace.engine import EngineSettings, Half
-
     engine = Engine(t1, EngineSettings(8, 1), Half.FULL, record_spacing_tokens=128, poison=True)
     return run_alone(engine, new_request(300))
 

@@ -150,6 +150,10 @@ def test_no_record_before_a_replay_has_warmed_up(
     assert (sequence.plan.start, sequence.plan.write_floor) == (326, 512)
     # 326 + 186 = 512: the record at 384 would come from rows that are not warm.
     assert sequence.records == (512, 640, 768, 896)
+    plan = scheduler.plan()
+    assert plan is not None
+    (segment,) = plan.segments
+    assert (segment.encoder_floor, segment.decoder_floor, segment.write_floor) == (326, 956, 512)
     scheduler.release(request.key)
     begin(scheduler, new_request(1000, name="x", max_tokens=1, keep_tokens=400), hit_blocks=5)
     other = next(s for s in scheduler.sequences() if s.key.request_id == "x")
