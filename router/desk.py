@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from headrace.core.card import ModelCard, Role
+from headrace.core.clock import SYSTEM_CLOCK
 from headrace.core.deployment import Deployment
 from headrace.core.errors import LimitExceeded, Overloaded, ReplicaLost, Unavailable, from_code
 from headrace.core.ids import JobKey, RequestId
@@ -162,7 +163,7 @@ class Desk:
 
         Raises `Unavailable` without a routable decode replica, `Overloaded` when the line is full,
         `LimitExceeded` when no replica can ever hold the request."""
-        begun_s = asyncio.get_running_loop().time()
+        begun_s = SYSTEM_CLOCK.now_s()
         card = self.card()
         hits = Hits(0, {}, ())
         if request.digests:
@@ -179,7 +180,7 @@ class Desk:
             self._deployment.local_prefill_rows,
         )
         found = self._choose(work, avoid) if again or not self._waiting else None
-        self._witness.on_routed(asyncio.get_running_loop().time() - begun_s)
+        self._witness.on_routed(SYSTEM_CLOCK.now_s() - begun_s)
         if found is not None:
             return work, found
         if len(self._waiting) >= self._deployment.edge.queued_requests:

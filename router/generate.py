@@ -99,8 +99,7 @@ class Generator:
         reader: Reader,
         body: bytes,
     ) -> None:
-        loop = asyncio.get_running_loop()
-        arrived_s = loop.time()
+        arrived_s = SYSTEM_CLOCK.now_s()
         ask = await _maybe_in_thread(
             len(body) > OFF_LOOP_BODY_BYTES,
             lambda: reader(parse_object(body, self._edge.json_depth)),
@@ -116,7 +115,7 @@ class Generator:
         request = await self._request(request_id, ask, prompt, card, principal.domain)
         record.prompt_tokens = request.n_tokens
         record.mode = request.mode.value
-        record.stage("tokenise_s", loop.time() - arrived_s)
+        record.stage("tokenise_s", SYSTEM_CLOCK.now_s() - arrived_s)
         ticket = self._desk.accept(request, record)
         exchange.accepted = True
         telling = Telling(exchange, ticket, prompt.make_speaker, arrived_s)
@@ -206,7 +205,6 @@ class Telling:
         self._ticket = ticket
         self._make_speaker = make_speaker
         self._speaker = make_speaker()
-        self._loop = asyncio.get_running_loop()
         self._arrived_s = arrived_s
         self._last_s = 0.0  # of the last tokens
         self._first_s = 0.0
@@ -259,7 +257,7 @@ class Telling:
             return []
         if not piece.token_ids:
             return []
-        now_s = self._loop.time()
+        now_s = SYSTEM_CLOCK.now_s()  # uvloop's own clock moves in milliseconds
         if self._last_s == 0.0:
             self._first_s = now_s
             record.stages["first_token_s"] = now_s - self._arrived_s
@@ -280,9 +278,9 @@ class Telling:
         return Usage(record.prompt_tokens, self._tokens, self._ticket.cached_tokens)
 
     async def _deliver(self, payloads: list[bytes]) -> None:
-        begun_s = self._loop.time()
+        begun_s = SYSTEM_CLOCK.now_s()
         await self._exchange.events(payloads)
-        self._ticket.record.stage("delivery_s", self._loop.time() - begun_s)
+        self._ticket.record.stage("delivery_s", SYSTEM_CLOCK.now_s() - begun_s)
 
 
 class ClientWatch:

@@ -107,6 +107,11 @@ class Ledger:
             return 0, 0
         return len(account.open), sum(charge.tokens for charge in account.open.values())
 
+    def last_report(self, replica: str) -> LoadReport | None:
+        """The replica's own last words, for gauges."""
+        account = self._accounts.get(replica)
+        return account.report if account is not None else None
+
     def load(self, replica: str) -> Load:
         """The load to decide by: the last report, and every dispatch that it cannot know."""
         account = self._accounts.get(replica, _Account())

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from headrace.core import faults
 from headrace.core.chain import as_token_ids
+from headrace.core.clock import SYSTEM_CLOCK
 from headrace.core.errors import DeadlineExceeded, HeadraceError, ReplicaLost
 from headrace.core.ids import JobKey
 from headrace.core.messages import (
@@ -87,8 +88,8 @@ class Ticket:
         self.prefill_report: PrefillDone | None = None
         self._work: Work | None = None
         self._loop = asyncio.get_running_loop()
-        self._born_s = self._loop.time()
-        self._deadline_s = self._born_s + request.deadline_s
+        self._born_s = SYSTEM_CLOCK.now_s()
+        self._deadline_s = self._loop.time() + request.deadline_s
         self._charges: list[Charge] = []
         self._avoid: set[str] = set()
         self._next_index = 0  # of the token that is to arrive next
@@ -222,9 +223,9 @@ class Ticket:
     async def _dispatch(self) -> None:
         """One attempt: look up, choose (waiting for room if need be), count, send."""
         try:
-            waited_s = self._loop.time()
+            begun_s = SYSTEM_CLOCK.now_s()
             work, route = await self._desk.find_room(self._base, self._avoid, again=self.epoch > 0)
-            self.record.stage("queue_s", self._loop.time() - waited_s)
+            self.record.stage("queue_s", SYSTEM_CLOCK.now_s() - begun_s)
             self._work = work
             self._commit(route)
             await self._send()
@@ -337,7 +338,7 @@ class Ticket:
         record, times = self.record, self.times
         record.finish = finish
         record.cached_tokens = self.cached_tokens
-        record.stage("total_s", self._loop.time() - self._born_s)
+        record.stage("total_s", SYSTEM_CLOCK.now_s() - self._born_s)
         if self.prefill_report is not None:
             record.prefill_rows = self.prefill_report.encoder_rows
             record.prefill_hit_tokens = self.prefill_report.hit_tokens

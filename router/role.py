@@ -169,6 +169,8 @@ class RouterProcess:
         states: Counter[tuple[str, ...]] = Counter()
         backlog: dict[tuple[str, ...], float] = {}
         requests: dict[tuple[str, ...], float] = {}
+        free: dict[tuple[str, ...], float] = {}
+        resident: dict[tuple[str, ...], float] = {}
         for replica in self.replicas.all():
             at = (replica.role.value, replica.name)
             states[(replica.role.value, replica.state.value)] += 1
@@ -176,10 +178,14 @@ class RouterProcess:
             rate = load.rows_per_s or self._router.prefill_rows_per_s
             backlog[at] = load.backlog_rows / rate * 1e3
             requests[at] = self.ledger.own(replica.key)[0]
+            if (report := self.ledger.last_report(replica.key)) is not None:
+                free[at], resident[at] = report.free_blocks, report.resident_tokens
         yield gauge(Metric.REQUESTS_OPEN, "not ended", (), {(): desk.live_requests})
         yield gauge(Metric.REPLICAS, "replicas known", ("pool", "state"), states)
         yield gauge(Metric.BACKLOG_MS, "predicted, as of now", each, backlog)
         yield gauge(Metric.REPLICA_REQUESTS, "dispatched by this router", each, requests)
+        yield gauge(Metric.REPLICA_FREE_BLOCKS, "as last reported", each, free)
+        yield gauge(Metric.RESIDENT_TOKENS, "as last reported", each, resident)
         yield count(Metric.ROUTED, "dispatches", (*each, "reason"), desk.routed)
         yield count(Metric.RETRIES, "further attempts", (), {(): desk.retried})
         late: dict[tuple[str, ...], float] = {(kind,): n for kind, n in desk.late.items()}
