@@ -27,8 +27,9 @@ from headrace.kvstore.messages import (
 )
 
 T = TypeVar("T")
-_PING_AFTER_S = 1.0  # a store that answered nothing for so long is asked whether it is there
-_SILENT_S = 3.0  # and given up after this
+_TICK_S = 0.5
+_PING_TICKS = 2  # a store that answered nothing for so long is asked whether it is there
+_SILENT_TICKS = 6  # and given up after this
 
 
 class StoreGone(Exception):
@@ -46,7 +47,7 @@ class Connection:
         self._link = link
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
-        self._heard_s = 0.0
+        self._heard = False
 
     @property
     def open(self) -> bool:
@@ -56,10 +57,9 @@ class Connection:
         """Take answers until the connection ends; then every open question is answered with
         `StoreGone`. Raises nothing."""
         watch = asyncio.create_task(self._watch(), name="store-watch")
-        loop = asyncio.get_running_loop()
         try:
             async for message in self._link:
-                self._heard_s = loop.time()
+                self._heard = True
                 self._answer(message)
         except WireError:
             pass  # the link is closed; the keeper attaches anew
@@ -114,18 +114,17 @@ class Connection:
 
     async def _watch(self) -> None:
         """A store that is stopped (SIGSTOP, a swapping host) keeps its socket open and answers
-        nothing: while questions are open, silence ends the connection."""
-        loop = asyncio.get_running_loop()
-        self._heard_s = loop.time()
+        nothing: while questions are open, silence ends the connection. Counted in ticks of this
+        loop, so that a loop which itself stood still does not take the store for dead."""
+        silent_ticks = 0
         while True:
-            await asyncio.sleep(_PING_AFTER_S / 2)
-            silent_s = loop.time() - self._heard_s
-            if not self._calls:
-                self._heard_s = loop.time()
-            elif silent_s >= _SILENT_S:
+            self._heard = False
+            await asyncio.sleep(_TICK_S)
+            silent_ticks = 0 if self._heard or not self._calls else silent_ticks + 1
+            if silent_ticks >= _SILENT_TICKS:
                 self.abort()
                 return
-            elif silent_s >= _PING_AFTER_S:
+            if silent_ticks >= _PING_TICKS:
                 self._link.post(Ping(0))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from headrace.kvstore.layout import checksum
@@ -24,39 +25,55 @@ class Loader:
         self._threads = threads
         self._running: dict[bytes, asyncio.Task[None]] = {}
 
-    async def bring(self, entries: Sequence[Entry]) -> int:
-        """Have the longest possible prefix of `entries` in the arena; its length.
+    @contextlib.asynccontextmanager
+    async def held(self, entries: Sequence[Entry]) -> AsyncIterator[int]:
+        """Have the longest possible prefix of `entries` in the arena; yields its length.
 
-        The caller keeps them pinned meanwhile and takes its leases before anything else runs. A
-        prefix is cut where the arena has no room or the bytes on disk do not verify."""
+        They stay there until the block ends, so leases are taken inside it. A prefix is cut where
+        the arena has no room or the bytes on disk do not verify."""
+        pinned: list[Entry] = []
+        try:
+            waits = self._begin(entries, pinned)
+            if waits:
+                await asyncio.wait(waits)
+            count = 0
+            for entry in pinned:
+                if entry.slot is None or entry.dropped:
+                    break
+                count += 1
+            yield count
+        finally:
+            for entry in pinned:
+                self._state.unpin(entry)
+
+    def _begin(self, entries: Sequence[Entry], pinned: list[Entry]) -> set[asyncio.Task[None]]:
+        """Pin from the front and begin to read what is not in the arena; what must be awaited.
+
+        In order, because making room for one may push out a later one of the same chain."""
+        residents = self._state.residents
         wanted: list[tuple[Entry, int]] = []
         waits: set[asyncio.Task[None]] = set()
+        mine: set[Entry] = set()  # a caller may name one object twice
         for entry in entries:
-            if entry.slot is not None or entry.dropped:
-                continue
             running = self._running.get(entry.key)
-            if running is not None:
+            if entry.slot is None and running is None and entry not in mine:
+                fits = residents.fits(entry.kind, entry.facts.payload_bytes)  # other settings: no
+                slot = residents.take(entry.kind) if fits and not entry.dropped else None
+                if slot is None:
+                    break
+                self._state.pin(entry)  # until the read has ended, whoever waits for it
+                wanted.append((entry, slot))
+                mine.add(entry)
+            elif running is not None:
                 waits.add(running)
-                continue
-            residents = self._state.residents
-            fits = residents.fits(entry.kind, entry.facts.payload_bytes)  # of other settings: no
-            slot = residents.take(entry.kind) if fits else None
-            if slot is None:
-                break
             self._state.pin(entry)
-            wanted.append((entry, slot))
+            pinned.append(entry)
         for begin in range(0, len(wanted), _BATCH):
             batch = wanted[begin : begin + _BATCH]
             task = asyncio.create_task(self._load(batch), name="store-load")
             waits.add(task)
-            for entry, _ in batch:
-                self._running[entry.key] = task
-        if waits:
-            await asyncio.wait(waits)
-        for count, entry in enumerate(entries):
-            if entry.slot is None or entry.dropped:
-                return count
-        return len(entries)
+            self._running.update((entry.key, task) for entry, _ in batch)
+        return waits
 
     async def _load(self, batch: Sequence[tuple[Entry, int]]) -> None:
         loop = asyncio.get_running_loop()

@@ -80,20 +80,14 @@ class Store:
 
     async def _bring(self, entries: Sequence[Entry], lease: JobKey | None) -> tuple[Place, ...]:
         """Places of the longest prefix of `entries` that can be had in the arena, leased."""
-        for entry in entries:
-            self.state.pin(entry)
         places: list[Place] = []
-        try:
-            count = await self._loader.bring(entries)
+        async with self._loader.held(entries) as count:
             for entry in entries[:count]:
                 if lease is not None:
                     self.state.hold(lease, entry)
                 place = self.state.place(entry)
-                assert place is not None  # pinned, and nothing ran since `bring` looked
+                assert place is not None  # held
                 places.append(place)
-        finally:
-            for entry in entries:
-                self.state.unpin(entry)
         for entry in reversed(entries):  # head last: it leaves the arena after its tail
             self.state.residents.touch(entry)
         return tuple(places)

@@ -1,0 +1,79 @@
+"""A store or a client as a process of its own, started by the fixtures of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from headrace.core.deployment import Deployment
+from headrace.core.errors import ConfigError
+from headrace.core.ids import Digest, JobKey, RequestId
+from headrace.core.role import RoleSettings
+from headrace.kvstore import Kind, StoreClient, StoreSettings, embedded_valkey, run_store
+
+TOKEN = "a cluster token of tests"
+
+
+def say(value: Any) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def serve(told: dict[str, Any]) -> int:
+    home = told["home"]
+    role = RoleSettings(
+        name="store-0",
+        listen=f"unix://{home}/store.sock",
+        token=TOKEN,
+        redis_url=told["redis_url"],
+        store_address=f"unix://{home}/store.sock",
+        run_dir=home,
+        build="test",
+        deployment=Deployment(),
+    )
+    settings = StoreSettings(**told["settings"])
+    try:
+        asyncio.run(run_store(role, settings, ready=lambda member: say("ready")))
+    except ConfigError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+    return 0
+
+
+async def put(told: dict[str, Any]) -> None:
+    """Put objects, say their places, and hold on until stdin closes."""
+    client = StoreClient(told["address"], TOKEN, bytes.fromhex(told["namespace"]))
+    assert await client.connect(10)
+    items = [(Digest(bytes.fromhex(d)), bytes.fromhex(p)) for d, p in told["items"]]
+    lease = JobKey(RequestId(told["lease"]), 0) if told["lease"] else None
+    places = await client.put(Kind(told["kind"]), items, lease=lease, wait_s=5.0)
+    say(
+        [
+            None if p is None else [p.store, p.offset, p.payload_bytes, p.generation, p.checksum]
+            for p in places
+        ]
+    )
+    await asyncio.to_thread(sys.stdin.read)
+    await client.close()
+
+
+def hold_valkey(told: dict[str, Any]) -> None:
+    """Start an embedded server and wait to be killed."""
+    server = embedded_valkey(told["home"])
+    say(server.process.pid)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    what, arguments = sys.argv[1], json.loads(sys.argv[2])
+    assert not Path(sys.path[0]).samefile(Path(__file__).parent) if sys.path[0] else True
+    if what == "store":
+        sys.exit(serve(arguments))
+    elif what == "put":
+        asyncio.run(put(arguments))
+    elif what == "valkey":
+        hold_valkey(arguments)
