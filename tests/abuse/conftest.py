@@ -44,7 +44,7 @@ async def rig(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Async
 
     edge = EdgeLimits(header_deadline_s=0.5, body_deadline_s=0.7, stall_s=1.0)
     folder = tmp_path_factory.mktemp("rig")
-    make = _router_conftest().make_rig
+    make = _router_conftest().running_rig
     async with make(
         redis_url, folder, Vocabulary("tokenizer-4096"), edge=edge, prefills=1
     ) as running:

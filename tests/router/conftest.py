@@ -20,7 +20,7 @@ import pytest
 
 from headrace.core.card import Member, ModelCard, Role
 from headrace.core.deployment import Deployment
-from headrace.core.ids import JobKey, new_boot_id
+from headrace.core.ids import BootId, JobKey, new_boot_id
 from headrace.core.limits import EdgeLimits, LeaseTimes
 from headrace.core.messages import (
     Cancel,
@@ -93,6 +93,7 @@ class ScriptedReplica:
         self.rig = rig
         self.role, self.name, self.card = role, name, card
         self.boot = new_boot_id()
+        self.says: BootId | None = None  # another boot id in its Hello than in its record
         self.script = Script()
         self.jobs: list[DecodeJob | PrefillJob] = []
         self.cancels: list[Cancel] = []
@@ -113,7 +114,7 @@ class ScriptedReplica:
         self._beat: MortalBeat | None = None
 
     def hello(self) -> Hello:
-        return Hello(self.role, self.name, self.boot, "test", self.card)
+        return Hello(self.role, self.name, self.says or self.boot, "test", self.card)
 
     def member(self) -> Member:
         return Member(
@@ -148,6 +149,13 @@ class ScriptedReplica:
             task.cancel()
         self.running.clear()
         await self.server.close()
+
+    async def fall_silent(self) -> None:
+        """As a stopped process: the sockets stay open, nothing is said on them."""
+        if self._beat is not None:
+            await self._beat.die()
+        for task in self.running.values():
+            task.cancel()
 
     async def stop(self) -> None:
         if self._beat is not None:
@@ -370,7 +378,7 @@ def vocabulary() -> Vocabulary:
 
 
 @contextlib.asynccontextmanager
-async def make_rig(
+async def running_rig(
     redis_url: str,
     folder: Path,
     vocabulary: Vocabulary,
@@ -410,6 +418,12 @@ async def rigs(redis_url: str, tmp_path: Path, vocabulary: Vocabulary) -> AsyncI
     """`async with rigs(decodes=2, ...) as rig`."""
 
     def make(**options: Any) -> contextlib.AbstractAsyncContextManager[Rig]:
-        return make_rig(redis_url, tmp_path, vocabulary, **options)
+        return running_rig(redis_url, tmp_path, vocabulary, **options)
 
     yield make
+
+
+@pytest.fixture
+def make_rig() -> Any:
+    """The same with a Valkey of the test's own: `make_rig(url, folder, vocabulary, ...)`."""
+    return running_rig
