@@ -29,16 +29,15 @@ class Precision:
 
     @classmethod
     def of(cls, numerics: Numerics, compute_dtype: torch.dtype | None = None) -> Precision:
-        """FAST takes float32 (default), float64 or bfloat16; INVARIANT is float64 throughout."""
+        """FAST takes float32 (default) or bfloat16; INVARIANT is float64 throughout."""
         if numerics is Numerics.INVARIANT:
             if compute_dtype not in (None, torch.float64):
                 raise ConfigError(f"compute_dtype: found {compute_dtype}, wanted float64")
             return cls(numerics, torch.float64, torch.float64)
         compute = compute_dtype or torch.float32
-        if compute not in (torch.float32, torch.float64, torch.bfloat16):
+        if compute not in (torch.float32, torch.bfloat16):
             raise ConfigError(f"compute_dtype: found {compute}, wanted float32 or bfloat16")
-        accumulate = torch.float64 if compute == torch.float64 else torch.float32
-        return cls(numerics, compute, accumulate)
+        return cls(numerics, compute, torch.float32)
 
     def publish_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """float32 logits.

@@ -61,10 +61,10 @@ class KvState:
         self.numerics = numerics
         self.device = torch.device(device)
         self.tail_dtype = Precision.of(numerics).accumulate
-        kw = {"dtype": torch.uint8, "device": self.device}
-        self.blocks = torch.zeros((n_blocks, layout.block_bytes), **kw)
-        shape = (n_slots, layout.n_layers, layout.ring_rows, layout.swa_row_bytes)
-        self.rings = torch.zeros(shape, **kw)
+        u8, block_shape = torch.uint8, (n_blocks, layout.block_bytes)
+        ring_shape = (n_slots, layout.n_layers, layout.ring_rows, layout.swa_row_bytes)
+        self.blocks = torch.zeros(block_shape, dtype=u8, device=self.device)
+        self.rings = torch.zeros(ring_shape, dtype=u8, device=self.device)
         self.tails = torch.zeros(
             (n_slots, len(layout.tail_layers), layout.tail_rows, 2, config.head_dim),
             dtype=self.tail_dtype,
@@ -89,7 +89,7 @@ class KvState:
         """Writable zero-copy view of one block's payload; CPU only, valid as long as the state."""
         if self.device.type != "cpu":
             raise StateError(f"block_view needs a CPU state, this one is on {self.device}")
-        return memoryview(self.blocks[block].numpy())
+        return self.blocks[block].numpy().data
 
     def read_block(self, block: int) -> bytes:
         return self.blocks[block].cpu().numpy().tobytes()

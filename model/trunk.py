@@ -310,8 +310,10 @@ class _Call:
         t, decoder = self.trunk, self.plan.decoder
         h, pre = streams.h, streams.pre
         if not self.config.n_decoder_layers:  # nothing has dropped the other rows yet
-            index = [] if decoder is None else decoder.row_index
-            h, pre = (h, pre) if index is None else (h[index], pre[index])
+            if decoder is None:
+                h, pre = h[:0], pre[:0]
+            elif decoder.row_index is not None:
+                h, pre = h[decoder.row_index], pre[decoder.row_index]
         if (rows := self.plan.logits_rows) is not None:
             h, pre = h[rows], pre[rows]
         streams = _Streams(h, pre)
