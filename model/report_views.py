@@ -14,6 +14,7 @@ from headrace.model.report import RECORD_SPACING_TOKENS, LayerRow, LayoutReport
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+
 def show_bytes(n_bytes: float) -> str:
     """Bytes in decimal units, three digits: 3.13 MB."""
     value, unit = float(n_bytes), "B"

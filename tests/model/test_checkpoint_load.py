@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +88,30 @@ def independent_values(folder: Path) -> dict[str, torch.Tensor]:
     return values
 
 
-@pytest.fixture(scope="module", params=["toy", "t1"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint in many shards, with the tokenizer of its vocabulary."""
-    release = ReleaseConfig(ModelConfig.load(request.param), Quantisation())
-    path = tmp_path_factory.mktemp("checkpoint") / request.param
-    tokenizer = package_tokenizer(release.model.vocab_size).to_str().encode()
-    companions = {"tokenizer.json": tokenizer}
-    write_random(path, release, 5, max_shard_bytes=200_000, companions=companions)
-    return path
+@pytest.fixture(scope="module")
+def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A model's random checkpoint in many shards, with the tokenizer of its vocabulary."""
+
+    @cache
+    def make(name: str) -> Path:
+        release = ReleaseConfig(ModelConfig.load(name), Quantisation())
+        path = tmp_path_factory.mktemp("checkpoint") / name
+        tokenizer = package_tokenizer(release.model.vocab_size).to_str().encode()
+        companions = {"tokenizer.json": tokenizer}
+        write_random(path, release, 5, max_shard_bytes=200_000, companions=companions)
+        return path
+
+    return make
 
 
 @pytest.fixture(scope="module")
-def config(folder: Path) -> ModelConfig:
-    return ModelConfig.load(folder.name)
+def folder(make_folder: Callable[[str], Path]) -> Path:
+    return make_folder("toy")
+
+
+@pytest.fixture(scope="module")
+def config() -> ModelConfig:
+    return ModelConfig.load("toy")
 
 
 @pytest.fixture(scope="module")
@@ -124,20 +135,25 @@ def logits(
     return run
 
 
-@pytest.mark.parametrize("numerics", list(Numerics))
+@pytest.mark.parametrize(
+    ("name", "numerics"),
+    [("toy", Numerics.FAST), ("toy", Numerics.INVARIANT), ("t1", Numerics.FAST)],
+)
 def test_logits_equal_those_of_the_decoded_weights(
-    folder: Path,
-    config: ModelConfig,
-    token_map: NDArray[np.int64],
+    make_folder: Callable[[str], Path],
+    name: str,
     numerics: Numerics,
     logits: Callable[[Trunk], torch.Tensor],
 ) -> None:
+    folder, config = make_folder(name), ModelConfig.load(name)
+    token_map = build_token_map(package_tokenizer(config.vocab_size)).ids
     values = independent_values(folder)
     wanted = logits(Trunk(config, values, numerics, token_map=token_map, weights_id=""))
     assert torch.equal(logits(load_trunk(folder, numerics)), wanted)
-    assert torch.equal(logits(load_trunk(folder, numerics, widen_to=torch.float32)), wanted)
-    unquantised = Trunk.random(config, 5, numerics, token_map=token_map)
-    assert not torch.equal(logits(unquantised), wanted)  # formats do round
+    if name == "toy":
+        assert torch.equal(logits(load_trunk(folder, numerics, widen_to=torch.float32)), wanted)
+        unquantised = Trunk.random(config, 5, numerics, token_map=token_map)
+        assert not torch.equal(logits(unquantised), wanted)  # formats do round
 
 
 def test_every_weight_equals_the_independent_reading(folder: Path) -> None:
