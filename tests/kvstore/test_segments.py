@@ -1,0 +1,282 @@
+"""Segment files: what a process finds that opens them after another one ended anywhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.core import faults
+from headrace.core.errors import ConfigError
+from headrace.core.ids import Digest
+from headrace.kvstore.layout import NO_DIGEST, ObjectFacts, SegmentHeader, SlotHeader, checksum
+from headrace.kvstore.objects import DiskPlace
+from headrace.kvstore.segments import FileCalls, SegmentFiles, lock_directory
+from headrace.kvstore.settings import Kind
+
+SIZE = 3000
+SEGMENT = 256 << 10  # 63 block slots, 31 window slots
+
+
+def header(number: int, kind: Kind = Kind.KV, size: int = SIZE) -> SlotHeader:
+    facts = ObjectFacts(
+        kind, bytes(32), Digest(number.to_bytes(32, "big")), NO_DIGEST, number, bytes(16), size
+    )
+    return SlotHeader(facts, checksum(content(number, size)), 0, 0, 0, 1)
+
+
+def content(number: int, size: int = SIZE) -> bytes:
+    return number.to_bytes(4, "big") * (size // 4)
+
+
+@pytest.fixture
+def opened(settings_for):
+    """`opened(**settings)`: files of this test's directory; closed at the end."""
+    made: list[SegmentFiles] = []
+
+    def open_files(calls: FileCalls | None = None, **changes) -> SegmentFiles:
+        for files in made:
+            files.close()
+        settings = settings_for(**changes)
+        Path(settings.directory).mkdir(exist_ok=True)
+        files = SegmentFiles(settings, calls)
+        made.append(files)
+        files.open()
+        return files
+
+    yield open_files
+    for files in made:
+        files.close()
+
+
+def write(files: SegmentFiles, *numbers: int, kind: Kind = Kind.KV) -> list[DiskPlace]:
+    places = []
+    for number in numbers:
+        place = files.next_place(kind)
+        if place is None:
+            files.recycle(next(iter(files.candidates(kind))), kind)
+            place = files.next_place(kind)
+        files.write(place, content(number), header(number, kind))
+        places.append(place)
+    return places
+
+
+def found(files: SegmentFiles) -> dict[int, DiskPlace]:
+    return {h.facts.block: place for h, place in files.scan()}
+
+
+def path(settings_for, number: int) -> Path:
+    return Path(settings_for().directory) / f"segment-{number:06d}.seg"
+
+
+def test_what_was_written_is_found_and_writing_goes_on_behind_it(opened):
+    places = write(opened(), 1, 2, 3)
+    files = opened()
+    assert found(files) == dict(zip((1, 2, 3), places, strict=True))
+    (next_place,) = write(files, 4)
+    assert next_place == DiskPlace(places[0].segment, 3, places[0].generation)
+    dest = bytearray(SIZE)
+    assert files.read(places[1], memoryview(dest)).facts.block == 2
+    assert bytes(dest) == content(2)
+
+
+def test_kinds_have_segments_of_their_own(opened):
+    files = opened()
+    kv, swa = write(files, 1)[0], write(files, 2, kind=Kind.SWA)[0]
+    assert kv.segment != swa.segment
+    files = opened()
+    assert found(files) == {1: kv, 2: swa}
+    assert files.next_place(Kind.SWA) == DiskPlace(swa.segment, 1, swa.generation)
+    assert files.next_place(Kind.KV) == DiskPlace(kv.segment, 1, kv.generation)
+
+
+def test_the_space_is_taken_at_start(opened, settings_for):
+    opened()
+    sizes = [p.stat() for p in sorted(Path(settings_for().directory).glob("segment-*.seg"))]
+    assert [s.st_size for s in sizes] == [SEGMENT] * 8
+    assert all(s.st_blocks * 512 >= SEGMENT for s in sizes)
+
+
+def test_a_disk_that_is_too_small_is_an_error_at_start(opened, monkeypatch):
+    def full(descriptor, offset, length):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match="ssd_bytes: 2097152 bytes could not be taken .No space"):
+        opened()
+
+
+def test_sizes_that_hold_nothing_are_refused(opened):
+    with pytest.raises(ConfigError, match="segment_bytes must be at least 12288 .*, got 8192"):
+        opened(segment_bytes=8192)
+    with pytest.raises(ConfigError, match="ssd_bytes must be at least 524288, .*got 262144"):
+        opened(ssd_bytes=SEGMENT)
+
+
+def test_recycling_takes_the_oldest_and_its_old_slots_never_come_back(opened):
+    """Also when the process ends between the new generation and the first new slot."""
+    files = opened(ssd_bytes=2 * SEGMENT)
+    places = write(files, *range(63))
+    more = write(files, *range(100, 163))
+    assert {p.segment for p in places} == {0} and {p.segment for p in more} == {1}
+    assert files.next_place(Kind.KV) is None
+    oldest = next(iter(files.candidates(Kind.KV)))
+    assert oldest.number == 0
+    files.recycle(oldest, Kind.KV)
+    files = opened(ssd_bytes=2 * SEGMENT)
+    assert found(files) == dict(zip(range(100, 163), more, strict=True))
+    (fresh,) = write(files, 200)
+    assert fresh == DiskPlace(0, 0, places[0].generation + 1)
+    dest = memoryview(bytearray(SIZE))
+    assert files.read(places[0], dest) is None  # the old generation
+    assert files.read(fresh, dest) is not None
+    assert found(opened(ssd_bytes=2 * SEGMENT))[200] == fresh
+
+
+def test_a_segment_changes_its_kind_with_its_life(opened):
+    files = opened(ssd_bytes=2 * SEGMENT)
+    write(files, *range(126))
+    (place,) = write(files, 500, kind=Kind.SWA)
+    assert (place.segment, place.slot) == (0, 0)
+    files = opened(ssd_bytes=2 * SEGMENT)
+    assert set(found(files)) == {*range(63, 126), 500}
+
+
+def test_an_erased_slot_is_gone_and_an_old_erasure_hits_nothing(opened):
+    files = opened(ssd_bytes=2 * SEGMENT)
+    places = write(files, 1, 2)
+    files.erase(places[0])
+    assert found(opened(ssd_bytes=2 * SEGMENT)) == {2: places[1]}
+    files = opened(ssd_bytes=2 * SEGMENT)
+    files.erase(DiskPlace(places[1].segment, places[1].slot, places[1].generation - 1))
+    assert found(files) == {2: places[1]}
+
+
+@pytest.mark.parametrize("offset", [0, 5, 20, 39, 4000, 4090])
+def test_a_damaged_segment_header_frees_the_segment_for_good(opened, settings_for, offset):
+    files = opened(ssd_bytes=2 * SEGMENT)
+    old = write(files, *range(5))
+    data = bytearray(path(settings_for, 0).read_bytes()[:4096])
+    data[offset] ^= 4
+    with open(path(settings_for, 0), "r+b") as file:
+        file.write(data)
+    files = opened(ssd_bytes=2 * SEGMENT)
+    assert files.damaged_headers == 1 and found(files) == {}
+    (place,) = write(files, 77)
+    assert place.segment == 0 and place.generation > old[0].generation
+    assert found(opened(ssd_bytes=2 * SEGMENT)) == {77: place}  # none of the old slots
+
+
+def test_a_newer_format_is_refused_by_name(opened, settings_for):
+    write(opened(), 1)
+    data = bytearray(path(settings_for, 0).read_bytes()[:4096])
+    data[4:6] = (9).to_bytes(2, "little")
+    data[-8:] = checksum(bytes(data[:-8])).to_bytes(8, "little")
+    with open(path(settings_for, 0), "r+b") as file:
+        file.write(data)
+    with pytest.raises(ConfigError, match="segment 0 has format version 9, this build reads 1"):
+        opened()
+
+
+def test_files_of_another_store_are_refused(opened, settings_for):
+    write(opened(), 1)
+    head = SegmentHeader.unpack(path(settings_for, 0).read_bytes()[:4096])
+    with open(path(settings_for, 1), "r+b") as file:  # a copy under another number
+        file.write(head.pack())
+    with pytest.raises(ConfigError, match="segment 1 belongs to another store"):
+        opened()
+
+
+def test_files_beyond_ssd_bytes_are_removed_and_new_ones_made(opened, settings_for):
+    write(opened(), 1)
+    files = opened(ssd_bytes=2 * SEGMENT)
+    assert set(found(files)) == {1}
+    assert len(list(path(settings_for, 0).parent.glob("segment-*"))) == 2
+    files = opened(ssd_bytes=5 * SEGMENT)
+    assert len(files.segments) == 5 and set(found(files)) == {1}
+
+
+def test_other_sizes_are_taken_over_with_the_next_life(opened, settings_for):
+    write(opened(ssd_bytes=2 * SEGMENT), *range(63))
+    files = opened(segment_bytes=SEGMENT // 2, ssd_bytes=SEGMENT, block_bytes=6000)
+    assert len(found(files)) == 63  # readable, though of another slot size
+    assert files.next_place(Kind.KV) is None  # but nothing is added to it
+    for _ in range(2):
+        files.recycle(next(iter(files.candidates(Kind.KV))), Kind.KV)
+    assert path(settings_for, 0).stat().st_size == SEGMENT // 2
+    assert [s.header.slots for s in files.segments] == [15, 15]
+
+
+class Failing(FileCalls):
+    """Short writes and reads, and an error at the n-th write or sync."""
+
+    def __init__(self) -> None:
+        self.short = False
+        self.writes_left = 10**9
+        self.sync_error = 0
+
+    def pwrite(self, descriptor, data, offset):
+        self.writes_left -= 1
+        if self.writes_left < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().pwrite(descriptor, data[:1000] if self.short else data, offset)
+
+    def preadv(self, descriptor, buffers, offset):
+        if self.short:
+            buffers = [buffers[0][:700]]
+        return super().preadv(descriptor, buffers, offset)
+
+    def sync(self, descriptor):
+        if self.sync_error:
+            raise OSError(self.sync_error, os.strerror(self.sync_error))
+        super().sync(descriptor)
+
+
+def test_short_writes_and_reads_go_on_until_done(opened):
+    calls = Failing()
+    calls.short = True
+    files = opened(calls)
+    places = write(files, 1, 2)
+    dest = bytearray(SIZE)
+    assert files.read(places[1], memoryview(dest)) is not None and bytes(dest) == content(2)
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_write_that_fails_leaves_nothing_to_find(opened, written):
+    calls = Failing()
+    files = opened(calls)
+    first = write(files, 1)
+    calls.writes_left = written  # the payload, or only the header, does not get there
+    with pytest.raises(OSError, match="Input/output"):
+        write(files, 2)
+    calls.writes_left = 10**9
+    assert found(opened(calls)) == {1: first[0]}
+
+
+def test_a_generation_that_was_not_synced_is_not_used(opened):
+    calls = Failing()
+    files = opened(calls)
+    calls.sync_error = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        files.recycle(files.segments[0], Kind.KV)
+    assert files.segments[0].header.kind is None and files.next_place(Kind.KV) is None
+
+
+def test_a_flip_on_the_way_to_disk_is_in_the_payload_only(opened):
+    faults.arm("store.segment_write=flip@1")
+    files = opened()
+    (place,) = write(files, 1)
+    assert faults.fired("store.segment_write") == 1
+    dest = bytearray(SIZE)
+    assert files.read(place, memoryview(dest)) is not None
+    assert checksum(dest) != checksum(content(1)) and dest[1:] == content(1)[1:]
+
+
+def test_one_process_owns_a_directory(tmp_path):
+    first = lock_directory(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"one store process may own it, process {os.getpid()} "):
+        lock_directory(str(tmp_path))
+    os.close(first)
+    os.close(lock_directory(str(tmp_path)))
