@@ -124,9 +124,9 @@ class Desk:
         finally:
             self._slots -= 1
 
-    def accept(self, request: GenRequest, record: RequestRecord) -> Ticket:
+    def accept(self, request: GenRequest, record: RequestRecord, arrived_s: float) -> Ticket:
         """A ticket for a checked and tokenised request; from here on it has one terminal event."""
-        ticket = Ticket(self, request, record)
+        ticket = Ticket(self, request, record, arrived_s)
         self._live[request.request_id] = ticket
         self._budget.earn()
         return ticket

@@ -75,8 +75,11 @@ class Ticket:
     """One accepted request. Driven by one task through `next` and `end`; replicas' messages come in
     through the desk on the same loop."""
 
-    def __init__(self, desk: Desk, request: GenRequest, record: RequestRecord) -> None:
-        """`request.deadline_s` is what is left at this moment."""
+    def __init__(
+        self, desk: Desk, request: GenRequest, record: RequestRecord, arrived_s: float
+    ) -> None:
+        """`request.deadline_s` is what is left at this moment; `arrived_s` is the request's own
+        beginning by the system clock."""
         self._desk = desk
         self._base = request
         self.record = record
@@ -88,7 +91,7 @@ class Ticket:
         self.prefill_report: PrefillDone | None = None
         self._work: Work | None = None
         self._loop = asyncio.get_running_loop()
-        self._born_s = SYSTEM_CLOCK.now_s()
+        self._arrived_s = arrived_s
         self._deadline_s = self._loop.time() + request.deadline_s
         self._charges: list[Charge] = []
         self._avoid: set[str] = set()
@@ -338,7 +341,7 @@ class Ticket:
         record, times = self.record, self.times
         record.finish = finish
         record.cached_tokens = self.cached_tokens
-        record.stage("total_s", SYSTEM_CLOCK.now_s() - self._born_s)
+        record.stage("total_s", SYSTEM_CLOCK.now_s() - self._arrived_s)
         if self.prefill_report is not None:
             record.prefill_rows = self.prefill_report.encoder_rows
             record.prefill_hit_tokens = self.prefill_report.hit_tokens

@@ -70,6 +70,8 @@ def read_chat(body: Json, limits: EdgeLimits) -> Ask:
     _integer(body, "top_logprobs", Limit("top_logprobs", 0, limits.top_logprobs))
     _refuse_format(body.get("response_format"))
     chat: Json = {"messages": read_messages(body.get("messages"), limits), "stream": ask.stream}
+    if ask.include_usage:
+        chat["stream_options"] = {"include_usage": True}
     tools = read_tools(body.get("tools"))
     if tools:
         chat["tools"] = tools
