@@ -59,7 +59,13 @@ class Driver:
         self.trunk = trunk
         self.layout = CacheLayout.of(trunk.config, backtrack_rows)
         self.state = KvState(
-            trunk.config, self.layout, n_blocks, n_slots, trunk.numerics, poison=True
+            trunk.config,
+            self.layout,
+            n_blocks,
+            n_slots,
+            trunk.numerics,
+            trunk.device,
+            poison=True,
         )
         self.encoder_rows = self.decoder_rows = 0
 
