@@ -121,8 +121,8 @@ class Decoder:
         if problem is not None:
             self._attempts.close(key)
             self.early.take(key)
-            retryable = isinstance(problem, _RETRYABLE)
-            router.post(JobFailed(key, problem.code, problem.message, retryable))
+            may_retry = isinstance(problem, _RETRYABLE)
+            router.post(JobFailed(key, problem.code, problem.message, may_retry))
             return
         self.counts.jobs += 1
         job = Job(message, router, Stages(self._clock.now_s()))
@@ -355,13 +355,15 @@ class Decoder:
         closing.add_done_callback(self._closing.discard)
 
     async def _close(self, job: Job) -> None:
-        """Give back what the job holds."""
+        """Give back what the job holds. Loads in threads are not waited for: the tickets of their
+        fills are closed by the release."""
         assert job.task is not None
         if job.deadline is not None:
             job.deadline.cancel()
-        job.task.cancel()
-        # Loads in threads are not waited for: their fills carry a ticket that is closed below.
-        await asyncio.wait([job.task])
+        while not job.task.done():
+            # Again, because a cancellation can be lost on the way (seen: wait_for of Python 3.11).
+            job.task.cancel()
+            await asyncio.wait([job.task], timeout=0.05)
         with contextlib.suppress(Unavailable):  # an engine that ended holds nothing
             await self._driver.call(self._engine.release, job.key)
         self._room.set()
@@ -377,14 +379,12 @@ class Decoder:
 
     async def watch(self) -> None:
         """Call a few times a second: ends hand-offs without progress, forgets early frames."""
-        now_s = self._clock.now_s()
+        now_s, limit_s = self._clock.now_s(), self._leases.handoff_s
         self.counts.early_dropped += self.early.expire(now_s)
         for job in tuple(self.jobs.values()):
-            if job.told.is_set() or job.state in TERMINAL:
-                continue
-            if now_s - job.progress_s > self._leases.handoff_s:
-                limit = self._leases.handoff_s
-                stalled = ReplicaLost(f"no progress of the hand-off for {limit} s")
+            silent = not job.told.is_set() and now_s - job.progress_s > limit_s
+            if silent and job.state not in TERMINAL:
+                stalled = ReplicaLost(f"no progress of the hand-off for {limit_s} s")
                 self._end(job, DecodeEvent.STALLED, stalled)
 
     async def stop(self, reason: str, flush_s: float) -> None:
@@ -394,7 +394,7 @@ class Decoder:
             if job.state not in TERMINAL:
                 self._end(job, DecodeEvent.ERROR, ReplicaLost(reason))
         while self._closing:
-            await asyncio.wait(tuple(self._closing))
+            await asyncio.wait(self._closing)
         await self.committer.flush(flush_s)
         self._committing.cancel()
         self._loader.close()

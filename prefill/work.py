@@ -338,8 +338,10 @@ class Prefiller:
     async def _close(self, job: Job) -> None:
         """Give back what the job holds. The leases of a finished hand-off are decode's to end."""
         assert job.task is not None
-        job.task.cancel()
-        await asyncio.wait([job.task])
+        while not job.task.done():
+            # Again, because a cancellation can be lost on the way (seen: wait_for of Python 3.11).
+            job.task.cancel()
+            await asyncio.wait([job.task], timeout=0.05)
         with contextlib.suppress(Unavailable):  # an engine that ended holds nothing
             await self._driver.call(self._engine.release, job.key)
         self._room.set()

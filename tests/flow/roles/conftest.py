@@ -1,255 +1,39 @@
-"""A small cluster in one process: a real store, a real Valkey, one prefill and two decode replicas
-on real sockets, and a scripted router end that dispatches what a test tells it to."""
+"""A small cluster in one process: a real store, one prefill and two decode replicas on real
+sockets, and roles as processes of their own for tests that kill them."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import functools
-import random
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from headrace.core import faults
-from headrace.core.card import ModelCard, Role
+from headrace.core.card import ModelCard
 from headrace.core.chain import as_token_ids, block_digests, root_digest, window_digest
 from headrace.core.deployment import Deployment
-from headrace.core.ids import BootId, Digest, JobKey, RequestId, new_request_id
-from headrace.core.limits import LeaseTimes, WireLimits
-from headrace.core.messages import (
-    Cancel,
-    DecodeJob,
-    Hello,
-    JobFailed,
-    LoadReport,
-    PrefillDone,
-    PrefillJob,
-    StageTimes,
-    TokenBatch,
-)
-from headrace.core.peers import Peer, introduce
-from headrace.core.request import FinishReason, GenRequest, HandoffMode, Sampling
+from headrace.core.ids import Digest, RequestId, new_request_id
+from headrace.core.limits import LeaseTimes
+from headrace.core.peers import Peer
+from headrace.core.request import GenRequest, HandoffMode, Sampling
 from headrace.core.role import RoleSettings
 from headrace.decode import DecodeReplica
-from headrace.engine import LLM, EngineSettings
-from headrace.kvstore import EmbeddedRedis, Kind, StoreSettings, embedded_valkey, run_store
+from headrace.engine import EngineSettings
+from headrace.kvstore import EmbeddedRedis, Kind, StoreSettings, run_store
 from headrace.prefill import PrefillReplica
 
-TOKEN = "a token of tests, 32 characters.."
 # Small steps, so that a prompt takes several and something can happen in between.
-ENGINE = EngineSettings(n_blocks=160, n_slots=4, max_rows_per_step=128, replay_rows_per_step=128)
+ENGINE = EngineSettings(n_blocks=60, n_slots=4, max_rows_per_step=128, replay_rows_per_step=128)
 LEASES = LeaseTimes(handoff_s=5.0)
-
-
-@pytest.fixture(scope="session")
-def run_dir() -> Iterator[str]:
-    """A short path: sockets lie in it."""
-    path = tempfile.mkdtemp(prefix="hr-", dir="/tmp")
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def valkey(run_dir: str) -> Iterator[EmbeddedRedis]:
-    server = embedded_valkey(run_dir)
-    yield server
-    server.stop()
-
-
-class Yardstick:
-    """What one engine with the same keep answers, cold and alone."""
-
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self._llm = LLM(model, settings=EngineSettings(n_blocks=64, n_slots=1))
-        self._turn = asyncio.Lock()
-        self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        self.keep_tokens = self._llm.keep_tokens
-        self.geometry = self._llm.engine.geometry
-        self.layout = self._llm.engine.state.layout
-
-    async def text(
-        self, prompt: Sequence[int], max_tokens: int, keep_tokens: int | None = None
-    ) -> tuple[int, ...]:
-        keep_tokens = keep_tokens or self.keep_tokens
-        asked = (tuple(prompt), keep_tokens)
-        async with self._turn:
-            if len(self._known.get(asked, ())) < max_tokens:
-                # In a thread: a loop that stands still looks like a dead store and dead peers.
-                self._known[asked] = await asyncio.to_thread(self._run, *asked, max_tokens)
-        return self._known[asked][:max_tokens]
-
-    def _run(self, prompt: tuple[int, ...], keep_tokens: int, max_tokens: int) -> tuple[int, ...]:
-        self._llm.keep_tokens = keep_tokens
-        (done,) = self._llm.generate([prompt], max_tokens=max_tokens, stop_token_ids=())
-        return done.token_ids
-
-
-@pytest.fixture(scope="module")
-def yardstick(request: pytest.FixtureRequest) -> Yardstick:
-    """Of the model that the module names as MODEL, as the whole cluster of the module is."""
-    return Yardstick(request.module.MODEL)
-
-
-@pytest.fixture(autouse=True)
-def no_faults() -> Iterator[None]:
-    yield
-    faults.disarm()
-
-
-@pytest.fixture(scope="session")
-def prompt() -> Callable[..., list[int]]:
-    """`prompt(n, seed)`: n token ids that no other seed shares a block with."""
-
-    def make(n_tokens: int, seed: int | str = 0) -> list[int]:
-        source = random.Random(f"{seed}/prompt")
-        return [source.randrange(300, 900) for _ in range(n_tokens)]
-
-    return make
-
-
-@dataclass(eq=False)
-class Call:
-    """One attempt of a request, as its router sees it."""
-
-    request: GenRequest
-    prefill: Peer | None
-    decode: Peer
-    offset: int = 0  # tokens that a former attempt generated
-    token_ids: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
-    times: StageTimes | None = None
-    prefilled: PrefillDone | None = None
-    failures: list[JobFailed] = field(default_factory=list)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def key(self) -> JobKey:
-        return self.request.key
-
-    async def result(self, within_s: float = 30.0) -> tuple[int, ...]:
-        """The tokens of an attempt that must finish."""
-        async with asyncio.timeout(within_s):
-            await self.ended.wait()
-        assert not self.failures, self.failures
-        return tuple(self.token_ids)
-
-    async def failure(self, within_s: float = 30.0) -> JobFailed:
-        """Why an attempt ended that must fail."""
-        async with asyncio.timeout(within_s):
-            await self.ended.wait()
-        assert self.failures and self.finish is None
-        return self.failures[0]
-
-
-class RouterEnd:
-    """Connections to replicas and the calls made over them. Asserts what every router relies on:
-    tokens in order without a gap, one end, and nothing after it."""
-
-    def __init__(self, name: str = "router-0") -> None:
-        self._hello = Hello(Role.ROUTER, name, BootId(name), "test", None)
-        self._readers: list[asyncio.Task[None]] = []
-        self._peers: list[Peer] = []
-        self._dispatch = 0
-        self.calls: dict[JobKey, Call] = {}
-        self.loads: dict[str, LoadReport] = {}
-        self.frames: list[TokenBatch] = []
-        self.stray: list[Any] = []
-        self.errors: list[BaseException] = []
-
-    async def connect(self, address: str) -> Peer:
-        peer = await introduce(address, self._hello, TOKEN, WireLimits())
-        self._peers.append(peer)
-        self._readers.append(asyncio.create_task(self._read(peer)))
-        return peer
-
-    async def close(self) -> None:
-        for peer in self._peers:
-            peer.link.abort()
-        await asyncio.gather(*self._readers, return_exceptions=True)
-        assert not self.errors, self.errors
-
-    async def send(
-        self,
-        request: GenRequest,
-        decode: Peer,
-        prefill: Peer | None = None,
-        *,
-        decode_address: str = "",
-        generated: Sequence[int] = (),
-        decode_first: bool = True,
-    ) -> Call:
-        """Dispatch one attempt; with `prefill` it waits for a hand-off."""
-        call = Call(request, prefill, decode, len(generated))
-        self.calls[call.key] = call
-        name = prefill.name if prefill else ""
-        self._dispatch += 1
-        job = DecodeJob(
-            request, as_token_ids(list(generated)), prefill is not None, name, self._dispatch
-        )
-        if decode_first:
-            await decode.link.send(job)
-        if prefill is not None:
-            await prefill.link.send(
-                PrefillJob(request, decode_address, decode.name, self._dispatch)
-            )
-        if not decode_first:
-            await asyncio.sleep(0.3)
-            await decode.link.send(job)
-        return call
-
-    async def cancel(self, call: Call) -> None:
-        for peer in filter(None, (call.prefill, call.decode)):
-            if not peer.link.closed:
-                await peer.link.send(Cancel(call.key, "test"))
-        call.ended.set()
-
-    async def _read(self, peer: Peer) -> None:
-        try:
-            async for message in peer.link:
-                self._take(peer, message)
-        except BaseException as error:
-            self.errors.append(error)
-            raise
-
-    def _take(self, peer: Peer, message: Any) -> None:
-        if isinstance(message, LoadReport):
-            self.loads[peer.name] = message
-        elif isinstance(message, TokenBatch):
-            self.frames.append(message)
-            keys = [item.key for item in message.items]
-            assert len(keys) == len(set(keys)), "two items of one sequence in a step"
-            for item in message.items:
-                self._take_item(item)
-        elif isinstance(message, PrefillDone | JobFailed) and message.key in self.calls:
-            call = self.calls[message.key]
-            if isinstance(message, PrefillDone):
-                call.prefilled = message
-            else:
-                call.failures.append(message)
-                call.ended.set()
-        else:
-            self.stray.append(message)
-
-    def _take_item(self, item: Any) -> None:
-        call = self.calls[item.key]
-        if call.ended.is_set():
-            self.stray.append(item)
-            return
-        expected = call.offset + len(call.token_ids)
-        assert item.first_index == expected, (item, expected)
-        call.token_ids += item.token_ids
-        call.begun.set()
-        if item.finish is not None:
-            assert item.times is not None
-            call.finish, call.times = item.finish, item.times
-            call.ended.set()
 
 
 @dataclass(eq=False)
@@ -257,14 +41,11 @@ class Cluster:
     """Everything in one process. `prefill` and `decodes` are the replicas themselves, so that a
     test can look at their engines and counts; `to_*` are the router end's connections."""
 
-    run_dir: str
     prefill: PrefillReplica
     decodes: list[DecodeReplica]
-    router: RouterEnd
+    router: Any  # RouterEnd of the folder above, as every `router` here
     to_prefill: Peer
     to_decode: list[Peer]
-    stop_store: asyncio.Event
-    store_task: asyncio.Task[None]
     keep_tokens: int
 
     @property
@@ -302,15 +83,25 @@ class Cluster:
             deadline_s=deadline_s,
         )
 
-    async def handoff(self, request: GenRequest, decode: int = 0, **options: Any) -> Call:
+    async def handoff(
+        self,
+        request: GenRequest,
+        decode: int = 0,
+        *,
+        router: Any = None,
+        **options: Any,
+    ) -> Any:
         """Dispatch with prefill."""
-        address = self.decodes[decode].shell.address
-        to = self.to_decode[decode]
-        return await self.router.send(
-            request, to, self.to_prefill, decode_address=address, **options
+        router = router or self.router
+        return await router.send(
+            request,
+            router.to[f"decode-{decode}"],
+            router.to["prefill-0"],
+            decode_address=self.decodes[decode].shell.address,
+            **options,
         )
 
-    async def local(self, request: GenRequest, decode: int = 0, **options: Any) -> Call:
+    async def local(self, request: GenRequest, decode: int = 0, **options: Any) -> Any:
         """Dispatch to decode alone."""
         return await self.router.send(request, self.to_decode[decode], **options)
 
@@ -373,13 +164,13 @@ class Cluster:
 
 
 @pytest.fixture(scope="session")
-def role_settings(run_dir: str, valkey: EmbeddedRedis) -> Callable[..., RoleSettings]:
+def role_settings(run_dir: str, valkey: EmbeddedRedis, token: str) -> Callable[..., RoleSettings]:
     def make(name: str, tag: str, **deployment: Any) -> RoleSettings:
         options = {"leases": LEASES, **deployment}
         return RoleSettings(
             name=name,
             listen=f"unix://{run_dir}/{tag}.store" if name == "store" else "tcp://127.0.0.1:0",
-            token=TOKEN,
+            token=token,
             redis_url=valkey.url,
             store_address=f"unix://{run_dir}/{tag}.store",
             run_dir=run_dir,
@@ -391,7 +182,7 @@ def role_settings(run_dir: str, valkey: EmbeddedRedis) -> Callable[..., RoleSett
 
 
 @pytest.fixture(scope="module")
-def store_settings(run_dir: str, yardstick: Yardstick) -> Callable[..., StoreSettings]:
+def store_settings(run_dir: str, yardstick: Any) -> Callable[..., StoreSettings]:
     layout = yardstick.layout
 
     def make(tag: str, **sizes: Any) -> StoreSettings:
@@ -409,47 +200,169 @@ def store_settings(run_dir: str, yardstick: Yardstick) -> Callable[..., StoreSet
     return make
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(
-    request: pytest.FixtureRequest,
-    run_dir: str,
-    role_settings: Callable[..., RoleSettings],
-    store_settings: Callable[..., StoreSettings],
-    yardstick: Yardstick,
-) -> AsyncIterator[Cluster]:
-    """One cluster for the tests of a module, which must leave it at rest."""
-    tag = request.module.__name__.rsplit("_", 1)[-1][:12]
-    roles = functools.partial(role_settings, tag=tag, model=yardstick.model)
-    stop = asyncio.Event()
-    up = asyncio.Event()
-    task = asyncio.create_task(
-        run_store(
-            roles("store"),
-            store_settings(tag),
-            ready=lambda member: up.set(),
-            stop=stop,
-        )
-    )
-    await asyncio.wait([task, asyncio.ensure_future(up.wait())], return_when="FIRST_COMPLETED")
-    assert not task.done(), task
+Roles = Callable[[str], RoleSettings]
+
+
+@contextlib.asynccontextmanager
+async def store_task(role: RoleSettings, settings: StoreSettings) -> AsyncIterator[None]:
+    """A store in this process."""
+    stop, up = asyncio.Event(), asyncio.Event()
+    task = asyncio.create_task(run_store(role, settings, ready=lambda _: up.set(), stop=stop))
+    waiting = asyncio.create_task(up.wait())
+    await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if task.done():
+        task.result()
+    yield
+    stop.set()
+    await task
+
+
+@contextlib.asynccontextmanager
+async def replicas(roles: Roles, yardstick: Any, router: Any) -> AsyncIterator[Cluster]:
+    """One prefill, two decodes and a router end, on a store that serves already."""
     prefill = PrefillReplica(roles("prefill-0"), ENGINE)
     decodes = [DecodeReplica(roles(f"decode-{i}"), ENGINE) for i in (0, 1)]
-    router = RouterEnd()
     try:
         await asyncio.gather(*(replica.start() for replica in (prefill, *decodes)))
-        yield Cluster(
-            run_dir,
-            prefill,
-            decodes,
-            router,
-            await router.connect(prefill.shell.address),
-            [await router.connect(decode.shell.address) for decode in decodes],
-            stop,
-            task,
-            yardstick.keep_tokens,
-        )
+        to_prefill = await router.connect(prefill.shell.address)
+        to_decode = [await router.connect(decode.shell.address) for decode in decodes]
+        yield Cluster(prefill, decodes, router, to_prefill, to_decode, yardstick.keep_tokens)
     finally:
         await router.close()
         await asyncio.gather(*(replica.close() for replica in (prefill, *decodes)))
-        stop.set()
-        await task
+
+
+@pytest.fixture(scope="module")
+def tag(request: pytest.FixtureRequest) -> str:
+    """Names the store of a module."""
+    return str(request.module.__name__).rsplit("_", 1)[-1][:12]
+
+
+@pytest.fixture(scope="module")
+def roles(role_settings: Callable[..., RoleSettings], tag: str, yardstick: Any) -> Roles:
+    return functools.partial(role_settings, tag=tag, model=yardstick.model)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(
+    tag: str,
+    roles: Roles,
+    store_settings: Callable[..., StoreSettings],
+    yardstick: Any,
+    router_end: Any,
+) -> AsyncIterator[Cluster]:
+    """One cluster for the tests of a module, which must leave it at rest."""
+    serving = store_task(roles("store"), store_settings(tag))
+    async with serving, replicas(roles, yardstick, router_end()) as all_:
+        yield all_
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def new_router(
+    cluster: Cluster, router_end: Any
+) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
+    """`await new_router(name)`: a further router end, connected to all replicas."""
+    made: list[Any] = []
+
+    async def make(name: str) -> Any:
+        router = router_end(name)
+        made.append(router)
+        for replica in (cluster.prefill, *cluster.decodes):
+            await router.connect(replica.shell.address)
+        return router
+
+    yield make
+    for router in made:
+        await router.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def new_decode(
+    cluster: Cluster, roles: Callable[..., RoleSettings]
+) -> AsyncIterator[Callable[..., Awaitable[DecodeReplica]]]:
+    """`await new_decode(name, **deployment)`: a further decode replica on the same store."""
+    made: list[DecodeReplica] = []
+
+    async def make(name: str, **deployment: Any) -> DecodeReplica:
+        replica = DecodeReplica(roles(name, **deployment), ENGINE)
+        made.append(replica)
+        await replica.start()
+        return replica
+
+    yield make
+    for replica in made:
+        await replica.close()
+
+
+class RoleProcess:
+    """A role as a process of its own, killed at the latest by the fixture that made it."""
+
+    def __init__(self, kind: str, role: RoleSettings, settings: Any, faults: str) -> None:
+        what = dataclasses.asdict(role)
+        deployment = what.pop("deployment")
+        what["leases"] = deployment.pop("leases")
+        for name in ("wire", "edge", "handoff_mode"):
+            del deployment[name]
+        what |= {"deployment": deployment, "kind": kind, "settings": dataclasses.asdict(settings)}
+        script = str(Path(__file__).with_name("process.py"))
+        self._command = [sys.executable, "-P", script, json.dumps(what)]
+        self._environment = {**os.environ, "HEADRACE_FAULTS": faults}
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, env=self._environment, stdout=asyncio.subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        line = await asyncio.wait_for(self._process.stdout.readline(), 60)
+        said = json.loads(line)
+        self.address, self.pid = said["address"], said["pid"]
+        assert self.pid == self._process.pid
+
+    async def ended(self, within_s: float = 20.0) -> int:
+        """Its exit code; below 0 for a signal."""
+        assert self._process is not None
+        return await asyncio.wait_for(self._process.wait(), within_s)
+
+    async def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def processes(
+    request: pytest.FixtureRequest, cluster: Cluster, roles: Roles
+) -> AsyncIterator[dict[str, RoleProcess]]:
+    """The roles that the module names in PROCESSES (name -> kind and faults), on the same store,
+    each a process of its own. Started together: it is the import of torch that takes the time."""
+    wanted = request.module.PROCESSES
+    made = {
+        name: RoleProcess(kind, roles(name), ENGINE, faults)
+        for name, (kind, faults) in wanted.items()
+    }
+    try:
+        await asyncio.gather(*(process.start() for process in made.values()))
+        yield made
+    finally:
+        for process in made.values():
+            await process.kill()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster_with_store_process(
+    role_settings: Callable[..., RoleSettings],
+    store_settings: Callable[..., StoreSettings],
+    yardstick: Any,
+    router_end: Any,
+) -> AsyncIterator[tuple[Cluster, RoleProcess]]:
+    """A cluster of its own, whose store may be killed and started again."""
+    roles = functools.partial(role_settings, tag="apart", model=yardstick.model)
+    store = RoleProcess("store", roles("store"), store_settings("apart"), "")
+    await store.start()
+    try:
+        async with replicas(roles, yardstick, router_end()) as all_:
+            yield all_, store
+    finally:
+        await store.kill()

@@ -1,0 +1,256 @@
+"""What the tests of a whole request share: Valkey, a yardstick, and a scripted router end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from headrace.core import faults
+from headrace.core.card import Role
+from headrace.core.chain import as_token_ids
+from headrace.core.ids import BootId, JobKey
+from headrace.core.limits import WireLimits
+from headrace.core.messages import (
+    Cancel,
+    DecodeJob,
+    Hello,
+    JobFailed,
+    LoadReport,
+    PrefillDone,
+    PrefillJob,
+    StageTimes,
+    TokenBatch,
+    TokenItem,
+)
+from headrace.core.peers import Peer, introduce
+from headrace.core.request import FinishReason, GenRequest
+from headrace.engine import LLM, EngineSettings
+from headrace.kvstore import EmbeddedRedis, embedded_valkey
+
+TOKEN = "a token of tests, 32 characters.."
+
+
+@pytest.fixture(scope="session")
+def run_dir() -> Iterator[str]:
+    """A short path: sockets lie in it."""
+    path = tempfile.mkdtemp(prefix="hr-", dir="/tmp")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def valkey(run_dir: str) -> Iterator[EmbeddedRedis]:
+    server = embedded_valkey(run_dir)
+    yield server
+    server.stop()
+
+
+class Yardstick:
+    """What one engine with the same keep answers, cold and alone."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self._llm = LLM(model, settings=EngineSettings(n_blocks=64, n_slots=1))
+        self._turn = asyncio.Lock()
+        self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        self.keep_tokens = self._llm.keep_tokens
+        self.geometry = self._llm.engine.geometry
+        self.layout = self._llm.engine.state.layout
+
+    async def text(
+        self, prompt: Sequence[int], max_tokens: int, keep_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        keep_tokens = keep_tokens or self.keep_tokens
+        asked = (tuple(prompt), keep_tokens)
+        async with self._turn:
+            if len(self._known.get(asked, ())) < max_tokens:
+                # In a thread: a loop that stands still looks like a dead store and dead peers.
+                self._known[asked] = await asyncio.to_thread(self._run, *asked, max_tokens)
+        return self._known[asked][:max_tokens]
+
+    def _run(self, prompt: tuple[int, ...], keep_tokens: int, max_tokens: int) -> tuple[int, ...]:
+        self._llm.keep_tokens = keep_tokens
+        (done,) = self._llm.generate([prompt], max_tokens=max_tokens, stop_token_ids=())
+        return done.token_ids
+
+
+@pytest.fixture(scope="module")
+def yardstick(request: pytest.FixtureRequest) -> Yardstick:
+    """Of the model that the module names as MODEL, as the whole cluster of the module is."""
+    return Yardstick(request.module.MODEL)
+
+
+@pytest.fixture(autouse=True)
+def no_faults() -> Iterator[None]:
+    yield
+    faults.disarm()
+
+
+@pytest.fixture(scope="session")
+def prompt() -> Callable[..., list[int]]:
+    """`prompt(n, seed)`: n token ids that no other seed shares a block with."""
+
+    def make(n_tokens: int, seed: int | str = 0) -> list[int]:
+        source = random.Random(f"{seed}/prompt")
+        return [source.randrange(300, 900) for _ in range(n_tokens)]
+
+    return make
+
+
+@dataclass(eq=False)
+class Call:
+    """One attempt of a request, as its router sees it."""
+
+    request: GenRequest
+    prefill: Peer | None
+    decode: Peer
+    offset: int = 0  # tokens that a former attempt generated
+    token_ids: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    times: StageTimes | None = None
+    prefilled: PrefillDone | None = None
+    failures: list[JobFailed] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def key(self) -> JobKey:
+        return self.request.key
+
+    async def result(self, within_s: float = 30.0) -> tuple[int, ...]:
+        """The tokens of an attempt that must finish."""
+        async with asyncio.timeout(within_s):
+            await self.ended.wait()
+        assert not self.failures, self.failures
+        return tuple(self.token_ids)
+
+    async def failure(self, within_s: float = 30.0) -> JobFailed:
+        """Why an attempt ended that must fail."""
+        async with asyncio.timeout(within_s):
+            await self.ended.wait()
+        assert self.failures and self.finish is None
+        return self.failures[0]
+
+
+class RouterEnd:
+    """Connections to replicas and the calls made over them. Asserts what every router relies on:
+    tokens in order without a gap, one end, and nothing after it."""
+
+    def __init__(self, name: str = "router-0") -> None:
+        self._hello = Hello(Role.ROUTER, name, BootId(name), "test", None)
+        self._readers: list[asyncio.Task[None]] = []
+        self._peers: list[Peer] = []
+        self._dispatch = 0
+        self.to: dict[str, Peer] = {}
+        self.calls: dict[JobKey, Call] = {}
+        self.loads: dict[str, LoadReport] = {}
+        self.frames: list[TokenBatch] = []
+        self.stray: list[Any] = []
+        self.errors: list[BaseException] = []
+
+    async def connect(self, address: str) -> Peer:
+        peer = await introduce(address, self._hello, TOKEN, WireLimits())
+        self._peers.append(peer)
+        self.to[peer.name] = peer
+        self._readers.append(asyncio.create_task(self._read(peer)))
+        return peer
+
+    async def close(self) -> None:
+        for peer in self._peers:
+            peer.link.abort()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        assert not self.errors, self.errors
+
+    async def send(
+        self,
+        request: GenRequest,
+        decode: Peer,
+        prefill: Peer | None = None,
+        *,
+        decode_address: str = "",
+        generated: Sequence[int] = (),
+        decode_first: bool = True,
+        prefill_name: str = "",
+    ) -> Call:
+        """Dispatch one attempt; with `prefill` it waits for a hand-off. With `prefill_name` alone
+        decode is told of a prefill replica that this router does not speak to."""
+        call = Call(request, prefill, decode, len(generated))
+        self.calls[call.key] = call
+        name = prefill.name if prefill else prefill_name
+        self._dispatch += 1
+        job = DecodeJob(request, as_token_ids(list(generated)), bool(name), name, self._dispatch)
+        if decode_first:
+            await decode.link.send(job)
+        if prefill is not None:
+            await prefill.link.send(
+                PrefillJob(request, decode_address, decode.name, self._dispatch)
+            )
+        if not decode_first:
+            await asyncio.sleep(0.3)
+            await decode.link.send(job)
+        return call
+
+    async def cancel(self, call: Call) -> None:
+        for peer in filter(None, (call.prefill, call.decode)):
+            if not peer.link.closed:
+                await peer.link.send(Cancel(call.key, "test"))
+        call.ended.set()
+
+    async def _read(self, peer: Peer) -> None:
+        try:
+            async for message in peer.link:
+                self._take(peer, message)
+        except BaseException as error:
+            self.errors.append(error)
+            raise
+
+    def _take(self, peer: Peer, message: Any) -> None:
+        if isinstance(message, LoadReport):
+            self.loads[peer.name] = message
+        elif isinstance(message, TokenBatch):
+            self.frames.append(message)
+            keys = [item.key for item in message.items]
+            assert len(keys) == len(set(keys)), "two items of one sequence in a step"
+            for item in message.items:
+                self._take_item(item)
+        elif isinstance(message, PrefillDone | JobFailed) and message.key in self.calls:
+            call = self.calls[message.key]
+            if isinstance(message, PrefillDone):
+                call.prefilled = message
+            else:
+                call.failures.append(message)
+                call.ended.set()
+        else:
+            self.stray.append(message)
+
+    def _take_item(self, item: TokenItem) -> None:
+        call = self.calls[item.key]
+        if call.ended.is_set():
+            self.stray.append(item)
+            return
+        expected = call.offset + len(call.token_ids)
+        assert item.first_index == expected, (item, expected)
+        call.token_ids += item.token_ids
+        call.begun.set()
+        if item.finish is not None:
+            assert item.times is not None
+            call.finish, call.times = item.finish, item.times
+            call.ended.set()
+
+
+@pytest.fixture(scope="session")
+def token() -> str:
+    """The cluster token that the router end speaks with."""
+    return TOKEN
+
+
+@pytest.fixture(scope="session")
+def router_end() -> type[RouterEnd]:
+    return RouterEnd

@@ -1,0 +1,154 @@
+"""Processes that die or stop in the middle of a hand-off: the right text under another attempt, or
+one explicit failure, and everything held comes back. Every fault is seen to have taken effect."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from headrace.core.rows import floor_grain
+
+MODEL = "toy"
+PROCESSES = {
+    "prefill-5": ("prefill", "prefill.chunk=exit@3"),
+    "decode-5": ("decode", "decode.first_token=exit"),
+    "decode-6": ("decode", ""),
+}
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.fault]
+
+
+async def until(condition, within_s: float = 20.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+async def test_a_prefill_that_dies_in_the_middle(cluster, yardstick, prompt, processes) -> None:
+    process = processes["prefill-5"]
+    to_prefill = await cluster.router.connect(process.address)
+    ids = prompt(1500, "prefill dies")
+    request = cluster.request(ids)
+    first = await cluster.router.send(
+        request, cluster.to_decode[0], to_prefill, decode_address=cluster.decodes[0].shell.address
+    )
+    failed = await first.failure()
+    assert await process.ended() == 137 and gone(process.pid)
+    assert (failed.code, failed.retryable) == ("replica_lost", True)
+    await until(lambda: to_prefill.link.closed)
+
+    second = await cluster.handoff(
+        cluster.request(ids, epoch=1, request_id=request.request_id), decode=1
+    )
+    assert await second.result() == await yardstick.text(ids, 8)
+    # What the dead one had sealed is found by the next attempt.
+    assert 0 < second.prefilled.hit_tokens < floor_grain(1500)
+    assert second.prefilled.encoder_rows < floor_grain(1500)
+    # Leases of the first attempt: decode ended them, or they expire.
+    await cluster.at_rest(within_s=6)
+
+
+async def test_a_decode_that_dies_before_its_first_token(
+    cluster, yardstick, prompt, processes
+) -> None:
+    process = processes["decode-5"]
+    to_decode = await cluster.router.connect(process.address)
+    ids = prompt(1000, "decode dies")
+    request = cluster.request(ids)
+    first = await cluster.router.send(
+        request, to_decode, cluster.to_prefill, decode_address=process.address
+    )
+    assert await process.ended() == 137 and gone(process.pid)
+    await until(lambda: to_decode.link.closed)
+    assert not first.token_ids and first.finish is None
+    assert first.prefilled is not None  # prefill had done its part
+    rows = cluster.prefill.driver.stats.encoder_rows_total
+
+    second = await cluster.handoff(
+        cluster.request(ids, epoch=1, request_id=request.request_id), decode=1
+    )
+    assert await second.result() == await yardstick.text(ids, 8)
+    assert second.prefilled.encoder_rows == 0  # bound anew, not prefilled anew
+    assert cluster.prefill.driver.stats.encoder_rows_total == rows
+    await cluster.at_rest(within_s=7)  # the dead one's leases expire after 5 s
+
+
+async def test_a_decode_that_dies_under_a_running_prefill_frees_it_at_once(
+    cluster, prompt, processes
+) -> None:
+    process = processes["decode-6"]
+    to_decode = await cluster.router.connect(process.address)
+    call = await cluster.router.send(
+        cluster.request(prompt(1900, "receiver dies")),
+        to_decode,
+        cluster.to_prefill,
+        decode_address=process.address,
+    )
+    before = cluster.prefill.driver.stats.encoder_rows_total
+    await until(lambda: cluster.prefill.driver.stats.encoder_rows_total >= before + 256)
+    os.kill(process.pid, signal.SIGKILL)
+    assert await process.ended() == -signal.SIGKILL and gone(process.pid)
+    failed = await call.failure(within_s=2)
+    assert (failed.code, failed.retryable) == ("replica_lost", True)
+    await cluster.at_rest()
+    assert cluster.prefill.driver.stats.encoder_rows_total < before + floor_grain(1900)
+
+
+async def test_redis_stopped_during_a_handoff_changes_nothing(
+    cluster, yardstick, prompt, valkey
+) -> None:
+    ids = prompt(1500, "redis stops")
+    before = cluster.prefill.driver.stats.encoder_rows_total
+    valkey.process.send_signal(signal.SIGSTOP)
+    try:
+        await until(lambda: state(valkey.process.pid) == "T")
+        call = await cluster.handoff(cluster.request(ids))
+        assert await call.result() == await yardstick.text(ids, 8)
+        assert state(valkey.process.pid) == "T"
+    finally:
+        valkey.process.send_signal(signal.SIGCONT)
+    assert call.prefilled.encoder_rows == floor_grain(1500)
+    assert cluster.prefill.driver.stats.encoder_rows_total == before + floor_grain(1500)
+    assert call.times.encoder_rows <= max(1500 - call.times.hit_tokens, cluster.keep_tokens + 127)
+    await cluster.at_rest()
+
+
+@pytest.mark.parametrize("rows_before", [0, 384, 1280])
+async def test_a_store_that_dies_in_the_middle(
+    cluster_with_store_process, yardstick, prompt, rows_before: int
+) -> None:
+    cluster, store = cluster_with_store_process
+    ids = prompt(1500, f"store dies {rows_before}")
+    before = cluster.prefill.driver.stats.encoder_rows_total
+    call = await cluster.handoff(cluster.request(ids))
+    await until(lambda: cluster.prefill.driver.stats.encoder_rows_total >= before + rows_before)
+    os.kill(store.pid, signal.SIGKILL)
+    assert await store.ended() == -signal.SIGKILL and gone(store.pid)
+    await asyncio.wait_for(call.ended.wait(), 30)
+    if call.failures:
+        assert call.failures[0].retryable and not call.token_ids
+    else:
+        assert tuple(call.token_ids) == await yardstick.text(ids, 8)
+    await until(lambda: not cluster.prefill.store.connected)
+    await cluster.at_rest()
+    # Serving goes on without a store, and with the next one.
+    again = await cluster.handoff(cluster.request(ids))
+    assert await again.result() == await yardstick.text(ids, 8)
+    await store.start()
+    await until(lambda: all(r.store.connected for r in (cluster.prefill, *cluster.decodes)))
+    ids = prompt(500, f"store is back {rows_before}")
+    last = await cluster.handoff(cluster.request(ids))
+    assert await last.result() == await yardstick.text(ids, 8)
+    assert last.times.hit_tokens == 384
+    await cluster.at_rest()
