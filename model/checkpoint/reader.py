@@ -170,32 +170,39 @@ class Checkpoint:
         A band holds at most STAGE_BYTES of stored data, but at least `align_rows` rows or one
         block, and begins at a multiple of both. A weight of one dimension is one band.
         """
-        data = entry.stored[0]
+        for lo, n_rows in self._bands(entry, align_rows):
+            shape = entry.shape if n_rows is None else (n_rows, *entry.shape[1:])
+            out = torch.empty(shape, dtype=self.dtype_of(entry, dtype))
+            with _held(self.meter, out):
+                self._widen_band(entry, lo, n_rows, out)
+            yield out
+
+    @staticmethod
+    def _bands(entry: TensorEntry, align_rows: int) -> Iterator[tuple[int, int | None]]:
+        """(first row, number of rows) of each band; None for a weight of one dimension."""
         if len(entry.shape) < 2:
-            yield self._widen_band(entry, dtype, 0, None)
+            yield 0, None
             return
+        n_rows = entry.shape[0]
         unit = max(entry.encoding.block[0], align_rows)  # powers of two
-        row_bytes = data.n_bytes // max(1, entry.shape[0])
+        row_bytes = entry.stored[0].n_bytes // max(1, n_rows)
         rows = max(1, STAGE_BYTES // max(1, unit * row_bytes)) * unit
-        for lo in range(0, entry.shape[0], rows):
-            yield self._widen_band(entry, dtype, lo, min(rows, entry.shape[0] - lo))
+        for lo in range(0, n_rows, rows):
+            yield lo, min(rows, n_rows - lo)
 
     def _widen_band(
-        self, entry: TensorEntry, dtype: torch.dtype, lo: int, n_rows: int | None
-    ) -> torch.Tensor:
-        """Rows [lo, lo + n_rows) of a weight; the whole of it if n_rows is None."""
+        self, entry: TensorEntry, lo: int, n_rows: int | None, out: torch.Tensor
+    ) -> None:
+        """Fill `out` with rows [lo, lo + n_rows) of a weight, or with the whole of it."""
         spec = entry.stored[0]
         shard, place = self._places[spec.name]
         row_bytes = spec.n_bytes if n_rows is None else spec.n_bytes // entry.shape[0]
         count = 1 if n_rows is None else n_rows
-        shape = entry.shape if n_rows is None else (n_rows, *entry.shape[1:])
-        out = torch.empty(shape, dtype=self.dtype_of(entry, dtype))
         stage = torch.empty(count * row_bytes, dtype=torch.uint8)
-        with _held(self.meter, out), _held(self.meter, stage):
+        with _held(self.meter, stage):
             shard.read(place.offset + lo * row_bytes, stage)
             scale = self._scale_rows(entry, lo, count) if entry.encoding.has_scale else None
             widen(entry.name, entry.encoding, stage, scale, out)
-        return out
 
     def _scale_rows(self, entry: TensorEntry, lo: int, n_rows: int) -> torch.Tensor:
         spec, rows_per_scale = entry.stored[1], entry.encoding.block[0]
@@ -218,14 +225,11 @@ class Checkpoint:
 
         Raises CheckpointError on a value that is not finite.
         """
-        if len(entry.shape) < 2:
-            return self._widen_band(entry, dtype, 0, None)
         out = torch.empty(entry.shape, dtype=self.dtype_of(entry, dtype))
         with _held(self.meter, out):
-            lo = 0
-            for band in self.widened_rows(entry, dtype):
-                out[lo : lo + band.shape[0]] = band
-                lo += band.shape[0]
+            for lo, n_rows in self._bands(entry, 1):
+                part = out if n_rows is None else out[lo : lo + n_rows]
+                self._widen_band(entry, lo, n_rows, part)
         return out
 
     def stream(

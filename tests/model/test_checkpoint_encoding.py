@@ -190,5 +190,12 @@ def test_what_is_not_finite_is_refused_on_both_ways() -> None:
     ones[1000] = 0xFF
     with pytest.raises(CheckpointError, match="w: found a NaN or infinite"):
         widen("w", FP8_32, ones, scale, out)
+    for encoding, largest, one in ((FP8_ROWS, 0x7E, 0x38), (MXFP4, 0x77, 0x22)):
+        top, wide = torch.full((1, 1), 254, dtype=torch.uint8), torch.empty(1, 32)
+        n = 32 if encoding is FP8_ROWS else 16
+        widen("w", encoding, torch.full((n,), one, dtype=torch.uint8), top, wide)
+        assert wide.tolist() == [[2.0**127] * 32]
+        with pytest.raises(CheckpointError, match="w: found a NaN or infinite"):
+            widen("w", encoding, torch.full((n,), largest, dtype=torch.uint8), top, wide)
     with pytest.raises(CheckpointError, match="found torch.float64, wanted float32 or bfloat16"):
         quantise("w", FP8_32, torch.zeros(32, 32, dtype=torch.float64))
