@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.core.chain import as_token_ids
+from headrace.core.chain import as_token_ids, block_digests
 from headrace.core.ids import Digest
 from headrace.core.request import FinishReason, GenRequest, Sampling
 from headrace.core.rows import StartKind, plan_decode, plan_resume
@@ -186,8 +186,10 @@ def test_resume_goes_on_with_the_same_text(
 
     At 140 tokens with keep 64 the decoder rows begin above F, at M - W - (n_dec-1)(W-1)."""
     hot = Sampling(temperature=0.7, top_p=0.95, seed=3)
-    how = {"keep_tokens": keep, "sampling": hot, "max_tokens": {32: 46, 64: 145}[keep]}
+    how = {"keep_tokens": keep, "sampling": hot, "max_tokens": {32: 58, 64: 145}[keep]}
     full, request = alone(200, **how), new_request(200, **how)
+    ids = as_token_ids([*request.token_ids, *full.tokens[:-1]])  # the newest has no KV
+    assert full.digests == dict(enumerate(block_digests(request.chain_root, ids)))
     for hit_blocks in sorted({0, 1, (200 + generated) // 128}):
         session = new_session(new_engine(spacing=128))
         outcome = _resume(session, request, full, generated, hit_blocks)

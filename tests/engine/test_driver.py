@@ -69,6 +69,8 @@ async def test_an_exception_of_a_call_is_the_caller_s(new_engine: NewEngine) -> 
 async def test_a_call_runs_although_its_caller_left(
     new_engine: NewEngine, new_request: NewRequest
 ) -> None:
+    complaints: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, what: complaints.append(what))
     engine = new_engine()
     driver = EngineDriver(engine, lambda events: None)
     driver.start()
@@ -87,6 +89,7 @@ async def test_a_call_runs_although_its_caller_left(
     await driver.call(engine.release, request.key)
     assert driver.stats.free_slots == 4 and driver.stats.waiting == 0
     await driver.stop()
+    assert complaints == []  # nothing was told to the future of the caller that left
 
 
 async def test_a_broken_engine_ends_loudly(
