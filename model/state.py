@@ -21,7 +21,7 @@ Layers = Literal["all", "encoder"]
 
 @dataclass(frozen=True)
 class SlotState:
-    """One sequence's private state at `length` tokens, independent of ring size and paging.
+    """One sequence's private state at `length` tokens, independent of ring size and block numbers.
 
     `swa` holds the W-1 window rows before `length`, layer-major, in position order, zeros where
     the position would be negative; `tails` the last r-1 compressor rows of each pooling source,

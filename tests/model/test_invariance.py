@@ -120,7 +120,7 @@ def test_batched_with_others_equals_alone(make_trunk, make_text, driver_type, pa
 
 
 @pytest.mark.parametrize("at", [1, 31, 63, 129, 200])
-def test_export_and_import_into_other_ring_and_paging(
+def test_export_and_import_into_another_ring_and_block_table(
     at, make_trunk, make_text, driver_type, part_type
 ):
     trunk = make_trunk("t1")

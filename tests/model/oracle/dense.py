@@ -1,4 +1,4 @@
-"""A second implementation of the text trunk: numpy, float64, whole sequences, no cache, no paging.
+"""A second implementation of the text trunk: numpy, float64, whole sequences, no cache, no blocks.
 
 Written for reading: every layer makes all keys of the sequence and full masks. It knows the two
 truncations of the architecture (rows that the decoder half skips, and a replay that starts late
