@@ -10,6 +10,7 @@ import msgpack
 from headrace.core.chain import Namespace
 from headrace.core.errors import WireError
 from headrace.core.ids import BootId
+from headrace.core.images import ImageGeometry
 from headrace.core.rows import Geometry
 from headrace.core.states import ReplicaState
 from headrace.core.wire import pack_record, unpack_record
@@ -55,6 +56,17 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionCard:
+    """What a vision replica's rows depend on beside the picture, and what rows one becomes.
+
+    `preprocessing` and `tower` enter the key of every `mm` object (`core.images.image_digest`)."""
+
+    preprocessing: str
+    tower: str
+    geometry: ImageGeometry
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """A leased membership record. `boot_id` changes with every start of the process."""
 
@@ -69,6 +81,7 @@ class Member:
     max_rows_per_step: int
     n_blocks: int
     n_slots: int
+    vision: VisionCard | None = None  # vision replicas only
 
     def encode(self) -> bytes:
         """msgpack bytes, as stored in the membership."""

@@ -4,7 +4,9 @@
     router  -> decode    DecodeJob, Cancel, Drain
     prefill -> router    PrefillDone, JobFailed, LoadReport
     decode  -> router    TokenBatch, JobFailed, LoadReport
-    prefill -> decode    BlocksReady, WindowReady, PrefillDone, JobFailed
+    router  -> vision    VisionJob, Cancel, Drain
+    vision  -> router    VisionDone, JobFailed, LoadReport
+    prefill -> decode    BlocksReady, WindowReady, StateReady, PrefillDone, JobFailed
     decode  -> prefill   HandoffAck
     both ends            Hello first, on every connection
 
@@ -179,6 +181,41 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionJob:
+    """Make the `mm` object `digest` from one picture's file bytes, and lease it for `key`.
+
+    `n_tokens` is what the router read out of the header: another number of rows is a failure."""
+
+    key: JobKey
+    digest: Digest
+    data: bytes
+    n_tokens: int
+    dispatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class VisionDone:
+    """The object is sealed and leased. `made` tells whether pixels were opened for it."""
+
+    key: JobKey
+    digest: Digest
+    made: bool
+    run_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StateReady:
+    """Hand-off mode `state`: everything a sequence of `length_tokens` positions holds beyond its
+    complete blocks is sealed at `place` and leased; `first_token_id` was sampled by prefill."""
+
+    key: JobKey
+    length_tokens: int
+    digest: Digest
+    place: Place
+    first_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Take no new jobs; finish what runs."""
 
@@ -199,5 +236,8 @@ MESSAGES = MessageTable(
         10: TokenBatch,
         11: LoadReport,
         12: Drain,
+        13: VisionJob,
+        14: VisionDone,
+        15: StateReady,
     }
 )

@@ -8,6 +8,7 @@ from enum import StrEnum
 from headrace.core.chain import BLOCK_TOKENS, TokenIds
 from headrace.core.errors import InvalidRequest
 from headrace.core.ids import DIGEST_BYTES, Digest, JobKey, RequestId
+from headrace.core.images import ImageSpan
 from headrace.core.limits import Limit
 
 
@@ -64,6 +65,9 @@ class GenRequest:
     mode: HandoffMode
     domain: str  # cache domain, for quotas and metrics; bytes are separated by chain_root
     deadline_s: float  # seconds left when sent; clocks of two hosts are never compared
+    images: tuple[
+        ImageSpan, ...
+    ] = ()  # pictures of the prompt, in order; the mask comes from these
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -72,6 +76,8 @@ class GenRequest:
             raise InvalidRequest("one digest per complete block of the prompt is needed")
         if any(len(d) != DIGEST_BYTES for d in (self.chain_root, *self.digests)):
             raise InvalidRequest(f"a digest has {DIGEST_BYTES} bytes")
+        if self.images and self.images[-1].end > len(self.token_ids):
+            raise InvalidRequest("an image span ends after the prompt")
         if self.max_tokens < 1:
             raise InvalidRequest(
                 f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens"
