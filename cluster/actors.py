@@ -55,6 +55,10 @@ class RoleActor:
             load_config(run.config_file), run, Role(role), name, on_end=_leave_after_failure
         )
 
+    def ping(self) -> None:
+        """Nothing: a caller's first call makes Ray look the actor up, so that later ones need no
+        head for it."""
+
     def stop(self, wait_s: float) -> bool:
         """End the role in its orderly way; the process stays until the actor is killed."""
         return self._thread.stop(wait_s)
@@ -71,13 +75,16 @@ class SupervisorActor:
             config, run, lambda role, name: ensure_role(run, role, name)
         )
 
+    def ping(self) -> None:
+        """As `RoleActor.ping`."""
+
     def stop(self, wait_s: float) -> bool:
         """Stop watching, so that roles may be ended without being brought back."""
         return self._thread.stop(wait_s)
 
 
-def ensure_role(run: RunDir, role: Role, name: str) -> bool:
-    """Create the actor `name` unless Ray has it already; True when it was created.
+def ensure_role(run: RunDir, role: Role, name: str) -> ActorHandle[Any]:
+    """The actor `name`, created unless Ray has it already.
 
     An actor that Ray has is either serving or being restarted by Ray itself."""
     cls, arguments = (
@@ -85,9 +92,13 @@ def ensure_role(run: RunDir, role: Role, name: str) -> bool:
         if role is Role.SUPERVISOR
         else (RoleActor, (str(run.home), run.cluster, str(role), name))
     )
-    if find_actor(run, name) is not None:
-        return False
-    ray.remote(cls).options(
+    try:
+        found: ActorHandle[Any] = ray.get_actor(name, namespace=run.cluster)
+        return found
+    except ValueError:  # Ray knows no living one
+        pass
+    remote: Any = ray.remote(cls)
+    created: ActorHandle[Any] = remote.options(
         name=name,
         namespace=run.cluster,
         lifetime="detached",
@@ -95,22 +106,14 @@ def ensure_role(run: RunDir, role: Role, name: str) -> bool:
         max_task_retries=0,
         num_cpus=0,
     ).remote(*arguments)
-    return True
+    return created
 
 
-def find_actor(run: RunDir, name: str) -> ActorHandle | None:
-    """The handle of a named actor, or None when Ray knows no living one."""
-    try:
-        return ray.get_actor(name, namespace=run.cluster)
-    except ValueError:
-        return None
-
-
-def stop_roles(run: RunDir, names: Iterable[str], wait_s: float) -> None:
-    """End named roles in their orderly way, side by side; actors that do not answer are left."""
-    handles = [handle for name in names if (handle := find_actor(run, name)) is not None]
-    if handles:
-        answers: list[Any] = [handle.stop.remote(wait_s) for handle in handles]
+def stop_roles(handles: Iterable[ActorHandle], wait_s: float) -> None:
+    """End roles in their orderly way, side by side; actors that do not answer are left. Takes
+    handles, not names: names are looked up at Ray's head, which may be gone."""
+    answers: list[Any] = [handle.stop.remote(wait_s) for handle in handles]
+    if answers:
         ray.wait(answers, num_returns=len(answers), timeout=wait_s + 1.0)
 
 

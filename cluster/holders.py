@@ -11,13 +11,17 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.cluster.config import ClusterConfig
 from headrace.cluster.roles import RoleThread
 from headrace.cluster.rundir import RunDir
+from headrace.cluster.session import session_members
 from headrace.core.card import Role
 from headrace.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 log = logging.getLogger(__name__)
 RESTART_PAUSE_S = 1.0
@@ -54,12 +58,16 @@ class RayRoles:
         self._actors = actors
         self._config = config
         self._run = run
+        self._handles: list[tuple[Role, ActorHandle]] = []
+        self._pings: list[object] = []  # answered when the actors are there; see RoleActor.ping
 
     def start(self) -> None:
         self._actors.start_ray(self._run)
-        for role, name in self._config.expected_roles():
-            self._actors.ensure_role(self._run, role, name)
-        self._actors.ensure_role(self._run, Role.SUPERVISOR, "supervisor-0")
+        roles = [*self._config.expected_roles(), (Role.SUPERVISOR, "supervisor-0")]
+        for role, name in roles:
+            handle = self._actors.ensure_role(self._run, role, name)
+            self._handles.append((role, handle))
+            self._pings.append(handle.ping.remote())
 
     def problems(self) -> list[str]:
         found = []
@@ -73,13 +81,13 @@ class RayRoles:
         pass  # Ray restarts actors, and the supervisor what Ray does not
 
     def stop(self, drain_s: float) -> None:
-        roles = [(Role.SUPERVISOR, "supervisor-0"), *self._config.expected_roles()]
         with _no_longer_than(drain_s + 20.0, "stopping the actors"):
             for wave in STOP_ORDER:
-                names = [name for role, name in roles if role in wave]
-                self._actors.stop_roles(self._run, names, drain_s + 3.0)
-        with _no_longer_than(10.0, "Ray's shutdown"):
-            self._actors.stop_ray()
+                handles = [handle for role, handle in self._handles if role in wave]
+                self._actors.stop_roles(handles, drain_s + 3.0)
+        if head_of_ray_lives(os.getsid(0)):  # without it the shutdown would wait for it in vain
+            with _no_longer_than(15.0, "Ray's shutdown"):
+                self._actors.stop_ray()
 
 
 class LocalRoles:
@@ -110,6 +118,11 @@ class LocalRoles:
         for role, thread in reversed(self._threads):  # router, decode, prefill, store
             if not thread.stop(drain_s + 5.0):
                 log.warning("%s did not end in time", role)
+
+
+def head_of_ray_lives(sid: int) -> bool:
+    """Whether the session still has Ray's head, the process that knows names and restarts."""
+    return any(member.name == "gcs_server" for member in session_members(sid))
 
 
 def ray_auth_mode(environ: Mapping[str, str], *, insecure: bool) -> str:

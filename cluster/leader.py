@@ -30,6 +30,7 @@ from headrace.cluster.roles import build_id, prepare_process, role_settings
 from headrace.cluster.rundir import Phase, RunDir, RunState, lock_run
 from headrace.cluster.session import (
     die_with_parent,
+    end_others,
     machine_boot_id,
     read_process,
     session_members,
@@ -106,9 +107,9 @@ class Leader:
     def _start(self) -> None:
         config, run = self._config, self._run
         self._say(Phase.STARTING, "checking the configuration")
-        config.check(run)
         router = config.router_settings(run)
         check_port_free(router.host, router.port)
+        config.check(run)
         if not config.redis.url:
             self._say(Phase.STARTING, "starting the embedded Valkey")
             self._start_valkey()
@@ -189,6 +190,7 @@ class Leader:
             self._roles.stop(drain_s)
         if self._valkey is not None:
             self._valkey.stop()
+        end_others(self._state)
 
     def _catch_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -251,7 +253,9 @@ def main() -> None:
         sys.exit(f"cluster {run.cluster} is led by another process")
     prepare_process(run, "leader")
     config = load_config(run.config_file)
-    sys.exit(Leader(config, run, insecure=arguments.insecure).run())
+    status = Leader(config, run, insecure=arguments.insecure).run()
+    logging.shutdown()
+    os._exit(status)  # everything is ended: Ray's exit hooks would only wait for it once more
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from headrace.cluster.chat import api_of
 from headrace.cluster.config import ClusterConfig, Processes, load_config
+from headrace.cluster.holders import head_of_ray_lives
 from headrace.cluster.http import ApiError
 from headrace.cluster.roles import role_settings
 from headrace.cluster.rundir import RunDir, RunState
@@ -32,8 +33,7 @@ def collect(run: RunDir) -> dict[str, Any]:
     samples, ready, notes = _samples(run, state) if processes else ({}, False, [])
     if stale and processes:
         notes.append("Redis does not answer: the membership shown is not known to be true")
-    names = {process.name for process in processes}
-    if processes and config.processes is Processes.RAY and "gcs_server" not in names:
+    if processes and config.processes is Processes.RAY and not head_of_ray_lives(state.sid):
         notes.append(
             "Ray's head is gone: serving goes on, but dead replicas are not restarted;"
             f" `headrace down --name {run.cluster}` and `up` again when convenient"

@@ -16,6 +16,9 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from headrace.core.rows import floor_grain
+from headrace.engine import LLM
+
 ORDINARY_IDS = range(300, 4000)  # of the 4,096-id tokenizer: no special token among them
 
 
@@ -131,3 +134,35 @@ def until(condition: Callable[[], bool], within_s: float, message: str | Callabl
         if time.monotonic() > deadline:
             pytest.fail(message if isinstance(message, str) else message())
         time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def llm() -> LLM:
+    """The yardstick: one engine in this process, cold for every prompt, same keep."""
+    return LLM("t1", numerics="invariant")
+
+
+class Conversation:
+    """Two turns given as token ids, 4,000 tokens at the second, and what one engine answers."""
+
+    def __init__(self, llm: LLM, ids: Callable[[str, int], list[int]]) -> None:
+        self.first = ids("conversation", 3850)
+        self.answer = llm.generate([self.first], max_tokens=8)[0]
+        more = ids("second turn", 4000 - 3850 - len(self.answer.token_ids))
+        self.second = [*self.first, *self.answer.token_ids, *more]
+        self.second_answer = llm.generate([self.second], max_tokens=8)[0]
+        # the newest token has no KV yet
+        self.stored_tokens = floor_grain(3850 + len(self.answer.token_ids) - 1)
+        assert (len(self.second), self.stored_tokens) == (4000, 3840)
+
+    def assert_replayed(self, record: dict[str, Any], keep_tokens: int) -> None:
+        """No row on prefill, a bounded suffix on decode, and nothing else."""
+        assert (record["prefill"], record["prefill_rows"]) == ("", 0)
+        longest = max(len(self.second) - self.stored_tokens, keep_tokens + 127)
+        assert 0 < record["encoder_rows"] <= longest
+        assert record["decoder_rows"] == keep_tokens
+
+
+@pytest.fixture(scope="session")
+def talk(llm: LLM, ids: Callable[[str, int], list[int]]) -> Conversation:
+    return Conversation(llm, ids)

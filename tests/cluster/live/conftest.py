@@ -38,7 +38,6 @@ from headrace.core.ids import Digest, new_boot_id
 from headrace.core.limits import WireLimits
 from headrace.core.messages import Hello, LoadReport
 from headrace.core.peers import introduce
-from headrace.core.rows import floor_grain
 from headrace.engine import LLM
 from headrace.kvstore import MemberBoard, SaltBook, StoreClient, StoreStat
 
@@ -253,15 +252,21 @@ class Live:
         self.until(lambda: _gone(before), 5.0, f"process {pid} lives on")
 
     @contextlib.contextmanager
-    def stopped(self, pid: int) -> Iterator[None]:
-        """SIGSTOP for the length of the block, verified at both ends."""
+    def frozen(self, pid: int) -> Iterator[None]:
+        """SIGSTOP for the length of the block, verified at its begin; SIGCONT if it still lives."""
+        before = read_process(pid)
+        assert before is not None
         os.kill(pid, signal.SIGSTOP)
         try:
             self.until(lambda: _letter(pid) == "T", 2.0, f"process {pid} did not stop")
             yield
-            assert _letter(pid) == "T"
         finally:
-            os.kill(pid, signal.SIGCONT)
+            if not _gone(before):
+                os.kill(pid, signal.SIGCONT)
+
+    def exists(self, role: dict[str, Any]) -> bool:
+        """Whether the process of a role, as `role` showed it, is still a member of the run."""
+        return role["pid"] in {process.pid for process in self.members()}
 
     def settled(self, within_s: float = 45.0) -> None:
         """Until everything is as in an idle cluster: all roles ready, `/ready` true, no request
@@ -353,6 +358,7 @@ def values(cluster: str, **changes: Any) -> dict[str, Any]:
         "store": {"arena_bytes": 64 << 20, "ssd_bytes": 128 << 20, "segment_bytes": 8 << 20},
         "router": {"port": free_port()},
         "keys": [{"tenant": "one"}, {"tenant": "two"}],
+        "times": {"restart_after_s": 6},
         **changes,
     }
 
@@ -385,35 +391,3 @@ def beside(home: Path, until: Until) -> Iterator[Live]:
         yield cluster
     finally:
         cluster.close()
-
-
-@pytest.fixture(scope="session")
-def llm() -> LLM:
-    """The yardstick: one engine in this process, cold for every prompt, same keep."""
-    return LLM("t1", numerics="invariant")
-
-
-class Conversation:
-    """Two turns given as token ids, 4,000 tokens at the second, and what one engine answers."""
-
-    def __init__(self, llm: LLM, ids: Callable[[str, int], list[int]]) -> None:
-        self.first = ids("conversation", 3850)
-        self.answer = llm.generate([self.first], max_tokens=8)[0]
-        more = ids("second turn", 4000 - 3850 - len(self.answer.token_ids))
-        self.second = [*self.first, *self.answer.token_ids, *more]
-        self.second_answer = llm.generate([self.second], max_tokens=8)[0]
-        # the newest token has no KV yet
-        self.stored_tokens = floor_grain(3850 + len(self.answer.token_ids) - 1)
-        assert (len(self.second), self.stored_tokens) == (4000, 3840)
-
-    def assert_replayed(self, record: dict[str, Any], keep_tokens: int) -> None:
-        """No row on prefill, a bounded suffix on decode, and nothing else."""
-        assert (record["prefill"], record["prefill_rows"]) == ("", 0)
-        longest = max(len(self.second) - self.stored_tokens, keep_tokens + 127)
-        assert 0 < record["encoder_rows"] <= longest
-        assert record["decoder_rows"] == keep_tokens
-
-
-@pytest.fixture(scope="session")
-def talk(llm: LLM, ids: Callable[[str, int], list[int]]) -> Conversation:
-    return Conversation(llm, ids)

@@ -66,11 +66,13 @@ def test_redis_frozen_during_a_hand_off(
     prompt = ids("frozen", LONG)
     request = stream(live, prompt, 4)
     sealing(live, until)
-    with live.stopped(live.process("valkey-server").pid):
+    valkey = live.process("valkey-server")
+    with live.frozen(valkey.pid):
         record = request.finish()
         assert live.ready()
         fresh = ids("while frozen", 700)  # and one that begins without Redis
         other = live.complete(fresh, 4)
+        assert live.process("valkey-server").state == "T"
     assert (request.text, request.done) == (llm.generate([prompt], max_tokens=4)[0].text, True)
     assert record["prefill_rows"] == LONG - LONG % 128
     assert other.text == llm.generate([fresh], max_tokens=4)[0].text
@@ -135,3 +137,19 @@ def test_killed_valkey_comes_back(live: Live, llm: LLM, ids: Ids, until: Until) 
     prompt = ids("frozen", LONG)
     until(lambda: live.stat().index == "ok" and not live.stat().index_unlisted, 20.0, "not listed")
     assert live.complete(prompt, 4).record["prefill_rows"] == 0
+
+
+def test_a_frozen_replica_is_replaced_by_the_supervisor(
+    live: Live, llm: LLM, ids: Ids, until: Until
+) -> None:
+    before = live.role("decode-0")
+    with live.frozen(before["pid"]):
+        # Ray sees a living process; only its silence tells
+        until(lambda: live.role("decode-0")["state"] == "absent", 10.0, "still a member")
+        prompt = ids("while frozen, decode", 500)
+        assert live.complete(prompt, 4).text == llm.generate([prompt], max_tokens=4)[0].text
+        until(lambda: not live.exists(before), 30.0, "nobody ended it")
+    live.settled()
+    assert live.role("decode-0")["boot_id"] != before["boot_id"]
+    report = next(r for r in live.view()["supervisor"]["roles"] if r["name"] == "decode-0")
+    assert report["revived"] == 1

@@ -136,12 +136,16 @@ def test_streams_go_on_when_the_head_of_ray_is_killed(
 
 
 def test_down_leaves_nothing_and_touches_nobody_else(
-    live: Live, beside: Live, llm: LLM, ids: Ids
+    live: Live, beside: Live, llm: LLM, ids: Ids, stream: Stream, until: Until
 ) -> None:
     others = {process.pid for process in beside.members()}
-    assert live.members()
+    last = ids("last", 300)
+    request = stream(live, last, 60)
+    until(lambda: request.text != "", 30.0, "no text came")
     done = live.down()
     assert done.returncode == 0, done.stderr
+    request.finish()  # what was accepted is answered first
+    assert (request.text, request.done) == (llm.generate([last], max_tokens=60)[0].text, True)
     assert "none left" in done.stdout
     assert live.members() == []
     assert mentioning(str(live.run.path)) == mentioning(str(live.run.short_dir)) == []

@@ -1,0 +1,145 @@
+"""Roles as plain processes without Ray, and a start that is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from headrace.cluster.config import load_config
+from headrace.cluster.roles import role_settings
+from headrace.cluster.rundir import RunDir
+from headrace.core.card import Member, Role
+from headrace.core.states import ReplicaState
+from headrace.engine import LLM
+from headrace.kvstore import MemberBoard, embedded_valkey
+
+HEADRACE = str(Path(sys.executable).parent / "headrace")
+ROLES = (("store", "store-0"), ("prefill", "p"), ("decode", "d"), ("router", "router-0"))
+
+
+@pytest.fixture
+def run(short_temp: Path) -> Iterator[RunDir]:
+    run = RunDir(short_temp, "plain")
+    run.create()
+    valkey = embedded_valkey(str(run.sockets))
+    yield run
+    valkey.stop()
+
+
+def write(run: RunDir, port: int) -> Path:
+    path = run.home / "plain.yaml"
+    values = {
+        "cluster": "plain",
+        "deployment": {"model": "t1", "local_prefill_rows": 0},
+        "engine": {"n_blocks": 32, "n_slots": 2},
+        "store": {"arena_bytes": 16 << 20, "ssd_bytes": 32 << 20, "segment_bytes": 8 << 20},
+        "router": {"port": port},
+    }
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+async def test_roles_start_and_end_as_plain_processes(
+    run: RunDir, llm: LLM, ids: Callable[[str, int], list[int]], until: Callable[..., None]
+) -> None:
+    config = write(run, 0)
+    environment = {**os.environ, "HEADRACE_HOME": str(run.home), "OMP_NUM_THREADS": "1"}
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    with ExitStack() as stack:
+        for kind, name in ROLES:
+            command = [HEADRACE, "role", kind, "--config", str(config), "--name", name]
+            processes[name] = subprocess.Popen(command, env=environment, start_new_session=True)
+            stack.callback(processes[name].kill)
+        members = await all_members(run, config, {name for _, name in ROLES})
+        url = members["router-0"].address.replace("tcp://", "http://")
+        until(
+            lambda: httpx.get(f"{url}/ready", trust_env=False).status_code == 200, 30.0, "unready"
+        )
+        for name, process in processes.items():
+            assert members[name].pid == process.pid
+            assert "_raylet" not in Path(f"/proc/{process.pid}/maps").read_text()
+        router = processes["router-0"].pid
+        assert "libtorch" not in Path(f"/proc/{router}/maps").read_text()
+
+        prompt = ids("plain", 500)
+        answer = httpx.post(
+            f"{url}/v1/completions",
+            headers={"Authorization": f"Bearer {run.api_key('local')}"},
+            json={"model": "t1", "prompt": prompt, "max_tokens": 4, "temperature": 0},
+            timeout=60.0,
+            trust_env=False,
+        ).json()
+        assert answer["choices"][0]["text"] == llm.generate([prompt], max_tokens=4)[0].text
+        record = json.loads(run.records_file.read_text())
+        assert (record["prefill"], record["prefill_rows"], record["decode"]) == ("p", 384, "d")
+
+        for name in ("router-0", "d", "p", "store-0"):
+            processes[name].send_signal(signal.SIGTERM)
+            assert processes[name].wait(20.0) == 0, name
+
+
+async def all_members(run: RunDir, config: Path, names: set[str]) -> dict[str, Member]:
+    board = MemberBoard.of(role_settings(load_config(config), run, Role.SUPERVISOR, "test"))
+    try:
+        async with asyncio.timeout(60.0):
+            while True:
+                found = {m.name: m for m in await board.members() if m.state is ReplicaState.READY}
+                if found.keys() >= names:
+                    return found
+                await asyncio.sleep(0.1)
+    finally:
+        await board.close()
+
+
+def test_up_refuses_a_port_in_use_before_it_starts_anything(short_temp: Path) -> None:
+    run = RunDir(short_temp, "plain")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [HEADRACE, "up", str(write(run, port))],
+            env={**os.environ, "HEADRACE_HOME": str(short_temp)},
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert f"router.port {port} on 127.0.0.1 cannot be used" in done.stderr
+    assert f"held by process {os.getpid()} (" in done.stderr
+    assert "Valkey" not in done.stderr and "Ray" not in done.stderr
+    state = run.read_state()
+    assert state is not None and state.phase == "failed"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("pools: {decode: 0}", "pools: decode must be between 1 and 64, got 0"),
+        ("engine: {n_slots: 0}", "engine: n_slots must be an integer between 1 and 65536, got 0"),
+        ("router: {port: -1}", "router: port must lie between 0 and 65535, got -1"),
+        ("pools: {decode: 1", "is no valid YAML in line 2"),
+    ],
+)
+def test_up_refuses_a_configuration_with_key_and_bound(
+    text: str, reason: str, short_temp: Path
+) -> None:
+    path = short_temp / "bad.yaml"
+    path.write_text(f"{text}\n")
+    done = subprocess.run(
+        [HEADRACE, "up", str(path)],
+        env={**os.environ, "HEADRACE_HOME": str(short_temp)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert reason in done.stderr
