@@ -38,43 +38,36 @@ class Sealer:
         self._counts = counts
 
     async def blocks(self, job: Job, blocks: list[BlockDone]) -> bool:
-        """Blocks of one batch follow each other. False when the store did not take them all."""
-        items = [(event.digest, self._engine.block_view(event.block)) for event in blocks]
-        first = blocks[0].index
-        places = await self._seal(job, items, first)
-        await self.tell_blocks(job, first, places)
-        self._counts.sealed_blocks += len(places)
-        return len(places) == len(items)
-
-    async def _seal(
-        self, job: Job, items: list[tuple[Digest, memoryview]], first: int
-    ) -> tuple[Place, ...]:
-        """Put blocks, waiting for room while the store is there: a full arena is backpressure.
-        Returns the places of the leading ones that it took."""
+        """Seal and announce blocks that follow each other. A full arena is backpressure: while the
+        store is there this waits for room, and gives up when none came for a third of
+        `handoff_s`. False when not all were taken."""
         if faults.hit("prefill.seal") == "drop":
-            return ()
-        request, done = job.request, list[Place]()
-        give_up_s = self._clock.now_s() + self._leases.handoff_s
-        while len(done) < len(items):
-            index = first + len(done)
+            return False
+        request, done = job.request, 0
+        room_s = self._clock.now_s()
+        while done < len(blocks):
+            first = blocks[done].index
             answers = await self._store.put(
                 Kind.KV,
-                items[len(done) :],
+                [(event.digest, self._engine.block_view(event.block)) for event in blocks[done:]],
                 lease=job.key,
                 wait_s=SEAL_WAIT_S,
-                parent=request.digests[index - 1] if index else request.chain_root,
-                first_block=index,
+                parent=request.digests[first - 1] if first else request.chain_root,
+                first_block=first,
                 domain=request.domain,
             )
-            taken = [place for place in answers[: _leading(answers)] if place is not None]
-            done += taken
-            if len(done) == len(items) or not self._store.connected:
+            places = _leading(answers)
+            await self.tell_blocks(job, first, places)
+            done += len(places)
+            self._counts.sealed_blocks += len(places)
+            now_s = self._clock.now_s()
+            if places:
+                room_s = now_s
+            elif not self._store.connected or now_s - room_s > self._leases.handoff_s / 3:
                 break
-            if self._clock.now_s() >= give_up_s:
-                break
-            if not taken:
+            else:
                 await asyncio.sleep(SEAL_WAIT_S / 5)
-        return tuple(done)
+        return done == len(blocks)
 
     async def window(self, job: Job, event: WindowDone) -> None:
         """The record at p belongs to the hand-off; others are for later turns and may be dropped.
@@ -95,10 +88,10 @@ class Sealer:
         if wanted and place is not None:
             await self.tell_window(job, event.position, digest, place)
 
-    async def tell_blocks(self, job: Job, first: int, places: Sequence[Place]) -> None:
+    async def tell_blocks(self, job: Job, first: int, places: tuple[Place, ...]) -> None:
         if places:
             digests = job.request.digests[first : first + len(places)]
-            await self._tell(job, BlocksReady(job.key, first, digests, tuple(places)))
+            await self._tell(job, BlocksReady(job.key, first, digests, places))
 
     async def tell_window(self, job: Job, position: int, digest: Digest, place: Place) -> None:
         request = job.request
@@ -115,6 +108,11 @@ class Sealer:
             await job.decode.link.send(message)
 
 
-def _leading(answers: Sequence[Place | None]) -> int:
-    """How many leading answers are places."""
-    return next((i for i, place in enumerate(answers) if place is None), len(answers))
+def _leading(answers: Sequence[Place | None]) -> tuple[Place, ...]:
+    """The places before the first None."""
+    places: list[Place] = []
+    for place in answers:
+        if place is None:
+            break
+        places.append(place)
+    return tuple(places)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,13 @@ from headrace.core.errors import IllegalTransition
 from headrace.core.ids import BootId, Digest, JobKey, RequestId
 from headrace.core.messages import BlocksReady, Place, PrefillDone
 from headrace.core.request import GenRequest, HandoffMode, Sampling
-from headrace.core.rows import Geometry, plan_decode, plan_resume
+from headrace.core.rows import (
+    Geometry,
+    plan_decode,
+    plan_prefill,
+    plan_resume,
+    record_position,
+)
 from headrace.decode.handoff import (
     DECODE_TABLE,
     TERMINAL,
@@ -223,6 +230,20 @@ def test_enough_windows_are_held_for_any_end_of_the_answer(
     held = crossed[-windows_to_hold(keep) :]
     first = max(0, length - keep) // 128 * 128
     assert [x for x in crossed if x >= first] == [x for x in held if x >= first]
+
+
+def test_the_example_of_the_documentation(root: Path) -> None:
+    geometry = Geometry(32, 6, 6)  # T1
+    first = plan_prefill(1000, 0, 44, (), geometry)
+    whole = plan_decode(1000, 896, 44, (896,), geometry)
+    without = plan_decode(1000, 896, 44, (), geometry)
+    assert (first.encoder_rows, first.decoder_rows, record_position(1000, 44)) == (896, 0, 896)
+    assert (whole.encoder_rows, whole.decoder_rows, whole.decoder_start) == (104, 44, 956)
+    assert (without.start, without.encoder_rows, without.decoder_rows) == (710, 290, 44)
+    text = (root / "docs/handoff.md").read_text("utf-8")
+    for said in ("896 encoder rows", "104 encoder rows", "290 encoder rows", "44 decoder rows"):
+        assert said in text
+    assert f"(here {without.encoder_rows - whole.encoder_rows})" in text
 
 
 # ---- frames before their job ------------------------------------------------------------------

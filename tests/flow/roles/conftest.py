@@ -33,7 +33,7 @@ from headrace.prefill import PrefillReplica
 
 # Small steps, so that a prompt takes several and something can happen in between.
 ENGINE = EngineSettings(n_blocks=60, n_slots=4, max_rows_per_step=128, replay_rows_per_step=128)
-LEASES = LeaseTimes(handoff_s=5.0)
+LEASES = LeaseTimes(handoff_s=4.0)
 
 
 @dataclass(eq=False)
@@ -246,14 +246,17 @@ def roles(role_settings: Callable[..., RoleSettings], tag: str, yardstick: Any) 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(
+    request: pytest.FixtureRequest,
     tag: str,
     roles: Roles,
     store_settings: Callable[..., StoreSettings],
     yardstick: Any,
     router_end: Any,
 ) -> AsyncIterator[Cluster]:
-    """One cluster for the tests of a module, which must leave it at rest."""
-    serving = store_task(roles("store"), store_settings(tag))
+    """One cluster for the tests of a module, which must leave it at rest. The module may name
+    sizes of its store in STORE."""
+    sizes = getattr(request.module, "STORE", {})
+    serving = store_task(roles("store"), store_settings(tag, **sizes))
     async with serving, replicas(roles, yardstick, router_end()) as all_:
         yield all_
 

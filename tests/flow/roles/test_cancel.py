@@ -14,7 +14,7 @@ from headrace.core.card import Role
 from headrace.core.chain import as_token_ids
 from headrace.core.ids import BootId
 from headrace.core.limits import WireLimits
-from headrace.core.messages import BlocksReady, Hello, PrefillDone
+from headrace.core.messages import BlocksReady, Drain, Hello, PrefillDone
 from headrace.core.peers import introduce
 from headrace.decode.handoff import DecodeState
 from headrace.engine import Job as EngineJob
@@ -180,7 +180,7 @@ async def test_a_handoff_without_progress_is_given_up_as_retryable(cluster, prom
     )
     failed = await call.failure(within_s=10)
     assert (failed.code, failed.retryable) == ("replica_lost", True)
-    assert "no progress of the hand-off for 5" in failed.message
+    assert "no progress of the hand-off for 4" in failed.message
     await cluster.at_rest()
 
 
@@ -189,6 +189,27 @@ async def test_what_can_never_fit_is_refused_at_once(cluster, prompt) -> None:
     failed = await call.failure()
     assert (failed.code, failed.retryable) == ("limit_exceeded", False)
     assert "2048" in failed.message and "2090" in failed.message
+    await cluster.at_rest()
+
+
+async def test_waiting_for_prefill_is_progress_and_a_live_request_keeps_its_record(
+    cluster, yardstick, prompt
+) -> None:
+    """Both last longer than a lease: one stands in line at prefill, the other decodes."""
+    runs = await cluster.handoff(cluster.request(prompt(700, "long answer"), ENDLESS))
+    await asyncio.wait_for(runs.begun.wait(), 20)
+    ids = prompt(700, "waits long")
+    async with full(cluster, cluster.prefill, prompt):
+        waits = await cluster.handoff(cluster.request(ids), decode=1)
+        await asyncio.sleep(4.6)
+        assert state_of(cluster.decodes[1], waits) is DecodeState.AWAITING
+        stat = await cluster.prefill.store.stat()
+        if not runs.ended.is_set():
+            # The window record alone: the blocks' part ended when they were loaded.
+            assert (stat.leases, stat.leased_objects) == (1, 1)
+    cluster.prefill.work._room.set()
+    assert await waits.result() == await yardstick.text(ids, 8)
+    await cluster.router.cancel(runs)
     await cluster.at_rest()
 
 
@@ -315,11 +336,23 @@ async def test_a_drain_finishes_what_runs_and_takes_nothing_new(
     ids = prompt(200, "drained")
     runs = await cluster.router.send(cluster.request(ids, 30), to_other)
     await asyncio.wait_for(runs.begun.wait(), 20)
-    other.shell.drain(grace_s=20)
-    assert other.member().state == "draining"
+    await to_other.link.send(Drain(grace_s=20))
+    await until(lambda: other.member().state == "draining")
     refused = await cluster.router.send(cluster.request(ids), to_other)
     failed = await refused.failure()
     assert (failed.code, failed.retryable) == ("no_replica", True)
     served = asyncio.create_task(other.run())
     assert await runs.result() == await yardstick.text(ids, 30)
     await asyncio.wait_for(served, 5)
+
+
+async def test_what_fails_in_the_engine_is_one_explicit_failure(cluster, yardstick, prompt) -> None:
+    ids = prompt(60, "fails")  # one step, with the logits that become NaN
+    faults.arm("engine.step=nan@1")
+    failed = await (await cluster.local(cluster.request(ids))).failure()
+    assert faults.fired("engine.step") == 1
+    assert (failed.code, failed.retryable) == ("not_a_number", False)
+    await cluster.at_rest()
+    again = await cluster.local(cluster.request(ids))
+    assert await again.result() == await yardstick.text(ids, 8)
+    await cluster.at_rest()
