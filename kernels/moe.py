@@ -7,8 +7,8 @@ from torch.nn.functional import silu, softplus
 
 from headrace.kernels.norms import as_dtype
 
-# Up to this many (row, expert) pairs each pair gathers its own weights; above, rows are grouped.
-_GATHER_PAIRS = 8
+# Up to this many (row, expert) pairs each pair is multiplied by itself; above, rows are grouped.
+_SINGLE_PAIRS = 12
 
 
 def route(
@@ -46,12 +46,8 @@ def expert_sum(
     """
     n, k = experts.shape
     wide = weights.dtype
-    if n * k <= _GATHER_PAIRS:
-        picked = experts.reshape(-1)
-        rows = x.unsqueeze(1).expand(n, k, -1).reshape(n * k, 1, -1)
-        a = activate(as_dtype(torch.bmm(rows, w13.index_select(0, picked)), wide), limit)
-        a = as_dtype(a.mul_(weights.view(-1, 1, 1)), x.dtype)
-        return as_dtype(torch.bmm(a, w2.index_select(0, picked)), wide).view(n, k, -1).sum(1)
+    if n * k <= _SINGLE_PAIRS and x.device.type == "cpu":
+        return _expert_pairs(x, experts, weights, w13, w2, limit)
     out = torch.zeros((n, x.shape[1]), dtype=wide, device=x.device)
     flat = experts.reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -68,6 +64,25 @@ def expert_sum(
         out.index_add_(0, rows, as_dtype(a @ w2[expert], wide))
         start += count
     return out
+
+
+def _expert_pairs(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    limit: float,
+) -> torch.Tensor:
+    """`expert_sum` pair by pair: views of the experts' weights, nothing gathered."""
+    (n, k), wide = experts.shape, weights.dtype
+    rows = [x] if n == 1 else x.split(1)
+    picked = experts.tolist()
+    hidden = torch.cat([row @ w13[e] for row, own in zip(rows, picked, strict=True) for e in own])
+    a = activate(as_dtype(hidden, wide), limit).mul_(weights.reshape(-1, 1))
+    a = as_dtype(a, x.dtype).split(1)
+    parts = [a[i * k + j] @ w2[e] for i, own in enumerate(picked) for j, e in enumerate(own)]
+    return as_dtype(torch.cat(parts), wide).view(n, k, -1).sum(1)
 
 
 def shared_expert(
