@@ -265,7 +265,7 @@ def check(case: Case, trunk: Trunk) -> None:
     n_blocks = case.n_tokens // 128
     stored = {d: wanted.done_blocks[i] for i, d in enumerate(job.digests)}
 
-    store, record = hand_over(case, trunk, job, stored, wanted)
+    store, record = prefill_side(case, trunk, job, stored, wanted)
     engine = make_engine(trunk, Half.FULL, rows=203, backtrack_rows=9)
     plan, hit = decode_plan(case, engine.geometry)
     if record and hit == n_blocks:
@@ -286,7 +286,7 @@ def check(case: Case, trunk: Trunk) -> None:
     assert run.groups_written == sum(length // r - hit * 128 // r for r in ratios)
 
 
-def hand_over(
+def prefill_side(
     case: Case, trunk: Trunk, job: GenRequest, stored: dict[Digest, bytes], wanted: Run
 ) -> tuple[dict[Digest, bytes], bytes | None]:
     """Run prefill; the store afterwards and the window record that decode is to have."""
