@@ -15,9 +15,9 @@ class RowBatch:
     Index tensors may lie on the CPU whatever the model's device: the call is planned on the
     host. Every block that a row reads or writes must be in its sequence's table.
 
-    A row sees the window keys t with max(floor, p-W+1) <= t <= p, where floor is `swa_floor` in
-    the encoder half and `decoder_floor` in the decoder half, and all p//r+... complete groups of
-    global KV (positions up to p), whoever wrote them. Rows with `decoder` False stop after the
+    A row at p sees the window keys t with max(floor, p-W+1) <= t <= p, where floor is `swa_floor`
+    in the encoder half and `decoder_floor` in the decoder half, and chooses among all global KV
+    groups that are complete at p, whoever wrote them. Rows with `decoder` False stop after the
     encoder half and the first decoder layer's KV source. For one sequence the decoder rows are
     a suffix of its rows.
     """
