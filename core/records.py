@@ -38,6 +38,7 @@ class RequestRecord:
     cached_tokens: int = 0
     epoch: int = 0
     attempts: int = 0
+    resumes: int = 0  # of these, attempts that went on after tokens of a former one
     mode: str = "exact"
     exactness: str = "exact"
     prefill: str = ""

@@ -57,7 +57,8 @@ class RequestState(StrEnum):
     ACCEPTED = "accepted"  # validated and tokenised
     PREFILLING = "prefilling"  # a prefill replica runs rows for it
     DECODING = "decoding"  # a decode replica owns it; no byte was sent yet
-    STREAMING = "streaming"  # at least one byte reached the client
+    STREAMING = "streaming"  # at least one byte reached the client, or the request was resumed
+    RESUMING = "resuming"  # tokens came, then decode was lost; another attempt goes on from them
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -68,7 +69,8 @@ class RequestEvent(StrEnum):
     SENT_TO_DECODE = "sent_to_decode"
     PREFILL_DONE = "prefill_done"
     TOKENS = "tokens"
-    RETRY = "retry"  # another attempt, under a new epoch
+    RETRY = "retry"  # another attempt, under a new epoch, from the first token on
+    RESUME = "resume"  # another attempt, under a new epoch, that goes on after the tokens received
     FINISH = "finish"
     ERROR = "error"
     CLIENT_GONE = "client_gone"
@@ -76,7 +78,7 @@ class RequestEvent(StrEnum):
 
 _R, _E = RequestState, RequestEvent
 TERMINAL_REQUEST_STATES = frozenset({_R.FINISHED, _R.FAILED, _R.CANCELLED})
-_LIVE = (_R.ACCEPTED, _R.PREFILLING, _R.DECODING, _R.STREAMING)
+_LIVE = (_R.ACCEPTED, _R.PREFILLING, _R.DECODING, _R.STREAMING, _R.RESUMING)
 
 REQUEST_TABLE: StateTable[RequestState, RequestEvent] = StateTable(
     "request",
@@ -89,6 +91,13 @@ REQUEST_TABLE: StateTable[RequestState, RequestEvent] = StateTable(
         (_R.STREAMING, _E.TOKENS): _R.STREAMING,
         (_R.PREFILLING, _E.RETRY): _R.ACCEPTED,
         (_R.DECODING, _E.RETRY): _R.ACCEPTED,
+        (_R.PREFILLING, _E.RESUME): _R.RESUMING,  # tokens came before the prefill's own report
+        (_R.DECODING, _E.RESUME): _R.RESUMING,
+        (_R.STREAMING, _E.RESUME): _R.RESUMING,
+        (_R.RESUMING, _E.RESUME): _R.RESUMING,  # lost again before anything was sent out
+        (_R.RESUMING, _E.TOKENS): _R.RESUMING,  # of the former attempt, on their way to the client
+        (_R.RESUMING, _E.SENT_TO_PREFILL): _R.STREAMING,
+        (_R.RESUMING, _E.SENT_TO_DECODE): _R.STREAMING,
         **{(s, _E.FINISH): _R.FINISHED for s in _LIVE[1:]},
         **{(s, _E.ERROR): _R.FAILED for s in _LIVE},
         **{(s, _E.CLIENT_GONE): _R.CANCELLED for s in _LIVE},

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from headrace.core.card import ModelCard, Role
+from headrace.core.chain import TokenIds
 from headrace.core.clock import SYSTEM_CLOCK
 from headrace.core.deployment import Deployment
 from headrace.core.errors import LimitExceeded, Overloaded, ReplicaLost, Unavailable, from_code
@@ -68,6 +69,7 @@ class Desk:
     ) -> None:
         self.ledger = ledger
         self.retries = settings.retries
+        self.resumes = settings.resumes
         self.late: Counter[str] = Counter()
         self.routed: Counter[tuple[str, ...]] = Counter()
         self.retried = 0
@@ -156,10 +158,11 @@ class Desk:
     # Room.
 
     async def find_room(
-        self, request: GenRequest, avoid: set[str], *, again: bool
+        self, request: GenRequest, generated_ids: TokenIds, avoid: set[str], *, again: bool
     ) -> tuple[Work, Route]:
         """Look the prompt up and choose replicas, waiting in line while none has room. A further
-        attempt does not queue behind requests that have not begun.
+        attempt does not queue behind requests that have not begun; `generated_ids` are the tokens
+        that it resumes after.
 
         Raises `Unavailable` without a routable decode replica, `Overloaded` when the line is full,
         `LimitExceeded` when no replica can ever hold the request."""
@@ -178,6 +181,7 @@ class Desk:
             request.keep_tokens,
             card.geometry,
             self._deployment.local_prefill_rows,
+            n_generated=len(generated_ids),
         )
         found = self._choose(work, avoid) if again or not self._waiting else None
         self._witness.on_routed(SYSTEM_CLOCK.now_s() - begun_s)

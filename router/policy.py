@@ -18,6 +18,7 @@ from headrace.core.rows import (
     floor_grain,
     plan_decode,
     plan_prefill,
+    plan_resume,
     wants_prefill,
 )
 from headrace.router.ledger import Load
@@ -89,11 +90,17 @@ def size_up(
     keep_tokens: int,
     geometry: Geometry,
     local_prefill_rows: int,
+    *,
+    n_generated: int = 0,
 ) -> Work:
-    """The rows a request needs, from what the index knows. A hit longer than the prompt's whole
-    blocks counts up to them."""
+    """The rows a request needs, from what the index knows of its prompt. A hit longer than the
+    prompt's whole blocks counts up to them. `n_generated`: tokens that it resumes after."""
     hit = min(hit_blocks * GRAIN, floor_grain(n_tokens))
-    plan = plan_decode(n_tokens, hit, keep_tokens, windows, geometry)
+    if n_generated:
+        first = max(0, n_tokens - keep_tokens)
+        plan = plan_resume(n_tokens + n_generated, hit, first, windows, geometry)
+    else:
+        plan = plan_decode(n_tokens, hit, keep_tokens, windows, geometry)
     return Work(
         n_tokens,
         max_tokens,

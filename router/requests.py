@@ -1,8 +1,11 @@
 """One request from acceptance to its one terminal event, over as many attempts as it takes.
 
     accept -> [queue for room] -> dispatch (epoch 0) -> tokens ... -> end
-                                   ^  replica lost or gave up, no byte sent yet
+                                   ^  replica lost or gave up
                                    +--- withdraw old epoch, next epoch, other replica
+
+An attempt that follows on tokens *resumes*: it is given them, draws the same as the lost one would
+have drawn, and its first token is the one after them. So nothing that a client got is void.
 
 A ticket owns all a request holds in the router: its charges in the ledger, its jobs at replicas.
 `end` releases both, once, whatever the way: finish, error, client gone.
@@ -52,7 +55,8 @@ PREFILL_REPORT_S = 0.25  # how long an answer's end waits for its prefill's coun
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What a ticket gives next. With `restart` everything given before is void: another attempt
-    begins at the first token. An empty piece without `finish` means that nothing came in time."""
+    begins at the first token (where resuming is off). An empty piece without `finish` means that
+    nothing came in time."""
 
     token_ids: tuple[int, ...] = ()
     finish: FinishReason | None = None
@@ -95,7 +99,10 @@ class Ticket:
         self._deadline_s = self._loop.time() + request.deadline_s
         self._charges: list[Charge] = []
         self._avoid: set[str] = set()
-        self._next_index = 0  # of the token that is to arrive next
+        self._received = as_token_ids(())  # the answer's tokens so far, over all attempts
+        self._resumed_at = 0  # how many of them this attempt was given
+        self._barren = 0  # attempts in a row that gave no token
+        self._cached: int | None = None  # `cached_tokens` as of the first resume
         self._given = False  # whether a piece with tokens was given in this attempt
         self._decode_done = False
         self._inbox: deque[Arrival] = deque()
@@ -110,6 +117,8 @@ class Ticket:
     def cached_tokens(self) -> int:
         """Prompt tokens that no replica had to compute for this request: what its prefill found
         stored, or decode where none took part, or the index's word when decode has not spoken."""
+        if self._cached is not None:
+            return self._cached  # later attempts find what earlier ones computed
         if self.prefill is not None:
             return self.prefill_report.hit_tokens if self.prefill_report else 0
         if self.times is not None:
@@ -159,7 +168,7 @@ class Ticket:
         return Piece(tuple(token_ids), finish)
 
     def byte_sent(self) -> None:
-        """Text reached the client: no other attempt is possible from now on."""
+        """Text reached the client: from now on another attempt can only resume."""
         self._step(RequestEvent.TOKENS)
 
     def end(self, event: RequestEvent, finish: str) -> None:
@@ -181,15 +190,17 @@ class Ticket:
         """Tokens from the decode replica; False when there was nothing new in them."""
         if self._decode_done:
             return False
-        seen = self._next_index - item.first_index
+        seen = len(self._received) - item.first_index
         if seen < 0:
-            lost = ReplicaLost(f"tokens {self._next_index} to {item.first_index} did not arrive")
+            lost = ReplicaLost(f"{-seen} tokens before token {item.first_index} did not arrive")
             self.trouble(lost, retryable=True, replica=self.decode)
             return True
         token_ids = item.token_ids[seen:]
         if not token_ids and item.finish is None:
             return False
-        self._next_index += len(token_ids)
+        self._received.extend(token_ids)
+        if token_ids:
+            self._barren = 0
         if item.finish is not None:
             self._decode_done = True
             self.times = item.times
@@ -211,7 +222,7 @@ class Ticket:
         """A replica gave the attempt up or is gone; False when that no longer matters."""
         if self._decode_done:
             return False
-        ready = bool(self._next_index) or self.prefill_report is not None
+        ready = len(self._received) > self._resumed_at or self.prefill_report is not None
         if replica is not None and replica is self.prefill and ready:
             return False  # decode has all it needs
         self._put(Trouble(error, retryable, replica.key if replica is not None else ""))
@@ -227,7 +238,9 @@ class Ticket:
         """One attempt: look up, choose (waiting for room if need be), count, send."""
         try:
             begun_s = SYSTEM_CLOCK.now_s()
-            work, route = await self._desk.find_room(self._base, self._avoid, again=self.epoch > 0)
+            work, route = await self._desk.find_room(
+                self._base, self._received, self._avoid, again=self.epoch > 0
+            )
             self.record.stage("queue_s", SYSTEM_CLOCK.now_s() - begun_s)
             self._work = work
             self._commit(route)
@@ -267,7 +280,8 @@ class Ticket:
         request = replace(self._base, epoch=self.epoch, deadline_s=left_s)
         number = {charge.replica: charge.dispatch for charge in self._charges}
         name = self.prefill.name if self.prefill is not None else ""
-        job = DecodeJob(request, as_token_ids(()), bool(name), name, number[self.decode.key])
+        known = self._received[: self._resumed_at]
+        job = DecodeJob(request, known, bool(name), name, number[self.decode.key])
         action = faults.hit("router.dispatch")
         for _ in range({"drop": 0, "duplicate": 2}.get(action or "", 1)):
             await self.decode.send(job)
@@ -278,14 +292,11 @@ class Ticket:
 
     def _again(self, trouble: Trouble) -> bool:
         """Begin another attempt, or raise the error of the failed one. Returns whether tokens of
-        the failed one were given away."""
-        may = (
-            trouble.retryable
-            and self.state in (RequestState.PREFILLING, RequestState.DECODING)
-            and self.record.attempts <= self._desk.retries
-            and self._desk.take_retry()
-        )
-        if not may:
+        the failed one were given away and are void."""
+        if self._decode_done:  # its end came in right behind the trouble
+            return False
+        resume = bool(self._received) and self._desk.resumes > 0
+        if not trouble.retryable or not self._may_repeat(resume):
             raise trouble.error
         log.warning("%s: another attempt after: %s", self.key, trouble.error.message)
         if trouble.replica:
@@ -293,15 +304,37 @@ class Ticket:
         if self._dispatching is not None:
             self._dispatching.cancel()
         self._withdraw("another attempt")
-        self._step(RequestEvent.RETRY)
+        self._barren += 1
+        voided = False
+        if resume:
+            self._cached = self.cached_tokens
+            self.record.resumes += 1
+            self._step(RequestEvent.RESUME)
+        else:
+            self._step(RequestEvent.RETRY)
+            self._received = as_token_ids(())
+            voided, self._given = self._given, False
         self.epoch += 1
         self.decode = self.prefill = None
         self.prefill_report = self.times = None
-        self._next_index, self._decode_done = 0, False
-        self._inbox.clear()
+        self._resumed_at = len(self._received)
+        # Tokens that came behind the trouble count as received, so they stay.
+        waiting = [arrival for arrival in self._inbox if isinstance(arrival, Piece) and resume]
+        self._inbox = deque(waiting)
         self._dispatching = asyncio.create_task(self._dispatch())
-        given, self._given = self._given, False
-        return given
+        return voided
+
+    def _may_repeat(self, resume: bool) -> bool:
+        """Whether a further attempt is allowed. One that follows on progress costs no budget: the
+        streams of a lost replica are as many as its slots, and each has a bounded rest to run."""
+        if resume:
+            allowed = self._barren < self._desk.retries or not self._barren
+            allowed = allowed and self.record.resumes < self._desk.resumes
+        else:
+            before = (RequestState.PREFILLING, RequestState.DECODING)
+            allowed = self.state in before and self.record.attempts <= self._desk.retries
+        progress = len(self._received) > self._resumed_at
+        return allowed and ((resume and progress) or self._desk.take_retry())
 
     def _withdraw(self, reason: str) -> None:
         """Tell every replica that may still hold something for this attempt, and release it."""

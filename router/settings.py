@@ -29,7 +29,8 @@ class RouterSettings:
     lookup_s: float = 0.05  # longest wait for the index; an answer normally takes 1 to 3 ms
     keepalive_s: float = 15.0  # a stream without a token for this long gets an SSE comment
     drain_s: float = 10.0  # at stop: how long open requests may still finish
-    retries: int = 2  # further attempts of one request, before its first byte
+    retries: int = 2  # further attempts in a row of one request that give no token
+    resumes: int = 8  # of one answer, after its first token; 0: a lost decode ends a stream
     retry_share: float = 0.1  # of all requests
     prefill_rows_per_s: float = 2000.0  # until a replica has reported its own
 
@@ -47,6 +48,7 @@ class RouterSettings:
             ("keepalive_s", 0.01, 3600),
             ("drain_s", 0, 3600),
             ("retries", 0, 10),
+            ("resumes", 0, 1000),
             ("retry_share", 0, 1),
             ("prefill_rows_per_s", 1e-3, 1e12),
         ):

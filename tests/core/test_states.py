@@ -62,6 +62,19 @@ def test_a_request_that_sent_bytes_is_never_retried() -> None:
         REQUEST_TABLE.step(RequestState.STREAMING, RequestEvent.RETRY, "r")
 
 
+def test_a_request_that_sent_bytes_is_resumed_and_streams_again() -> None:
+    state = RequestState.STREAMING
+    for event in (RequestEvent.RESUME, RequestEvent.RESUME, RequestEvent.TOKENS):
+        state = REQUEST_TABLE.step(state, event).state
+        assert state is RequestState.RESUMING
+    for sent in (RequestEvent.SENT_TO_DECODE, RequestEvent.SENT_TO_PREFILL):
+        assert REQUEST_TABLE.step(state, sent).state is RequestState.STREAMING
+    with pytest.raises(IllegalTransition):
+        REQUEST_TABLE.step(RequestState.ACCEPTED, RequestEvent.RESUME, "nothing was received")
+    with pytest.raises(IllegalTransition):
+        REQUEST_TABLE.step(state, RequestEvent.RETRY, "what was sent cannot be taken back")
+
+
 def test_only_sealed_objects_become_visible() -> None:
     with pytest.raises(IllegalTransition):
         VISIBILITY_TABLE.step(Visibility.RESERVED, VisibilityEvent.LIST)

@@ -58,6 +58,7 @@ class Script:
     gate: Callable[[int], asyncio.Event | None] = lambda index: None
     fail: JobFailed | None = None  # instead of an answer; its key is filled in
     fail_after: int = 0
+    fail_each: int = 64  # the same, counted from where an attempt began
     hit_tokens: int = 0
     together: int = 1  # tokens a batch
 
@@ -184,10 +185,13 @@ class ScriptedReplica:
         ids = self.rig.reference_ids if script.token_ids is None else list(script.token_ids)
         ids = ids[: request.max_tokens]
         finish = FinishReason.LENGTH if len(ids) == request.max_tokens else FinishReason.STOP
-        for index in range(0, len(ids), script.together):
+        begin = len(job.generated_ids)
+        assert list(job.generated_ids) == ids[:begin], "resumed after other tokens"
+        for index in range(begin, len(ids), script.together):
             if (event := script.gate(index)) is not None:
                 await event.wait()
-            if script.fail is not None and index >= script.fail_after:
+            due = index >= script.fail_after or index - begin >= script.fail_each
+            if script.fail is not None and due:
                 peer.post(replace(script.fail, key=request.key))
                 return
             some = tuple(ids[index : index + script.together])

@@ -96,8 +96,10 @@ async def test_a_decode_lost_before_the_first_byte_is_replaced(rigs: Any) -> Non
         assert other.jobs[0].request.sampling == victim.jobs[0].request.sampling
 
 
-async def test_a_decode_lost_after_the_first_byte_is_one_error_event(rigs: Any) -> None:
-    async with rigs(decodes=2) as rig:
+async def test_without_resume_a_decode_lost_after_the_first_byte_is_one_error_event(
+    rigs: Any,
+) -> None:
+    async with rigs(decodes=2, resumes=0) as rig:
         for decode in rig.decodes:
             _, decode.script.gate = rig.gate_at(3)
         body = SHORT | {"stream": True}
@@ -117,8 +119,8 @@ async def test_a_decode_lost_after_the_first_byte_is_one_error_event(rigs: Any) 
         await rig.until(rig.nothing_held)
 
 
-async def test_a_plain_answer_survives_a_decode_lost_in_the_middle(rigs: Any) -> None:
-    async with rigs(decodes=2) as rig:
+async def test_without_resume_a_plain_answer_begins_again(rigs: Any) -> None:
+    async with rigs(decodes=2, resumes=0) as rig:
         for decode in rig.decodes:
             _, decode.script.gate = rig.gate_at(3)
         task = asyncio.create_task(rig.client.post("/v1/completions", json=SHORT))
