@@ -187,12 +187,19 @@ class Runner:
         if segment.sampling is not None and token is None:
             return SegmentResult(error=NotANumber("the model's output was not a number"))
         window = self.state.read_window(segment.slot, segment.end) if segment.window else None
-        first = max(segment.start, segment.write_floor) // BLOCK_TOKENS
-        complete = self._tables[segment.slot, first : segment.end // BLOCK_TOKENS].tolist()
-        good = self._finite.blocks(self.state, complete)
-        if not good or (window is not None and not self._finite.window(window)):
+        if not self._shareable(segment, window):
             return SegmentResult(error=NotANumber("the model's state was not a number"))
         return SegmentResult(token_id=token, window=window)
+
+    def _shareable(self, segment: Segment, window: bytes | None) -> bool:
+        """Whether the blocks that became complete and the record hold numbers only."""
+        first = max(segment.start, segment.write_floor) // BLOCK_TOKENS
+        end = segment.end // BLOCK_TOKENS
+        if first < end:
+            blocks = self._tables[segment.slot, first:end].tolist()
+            if not self._finite.blocks(self.state, blocks):
+                return False
+        return window is None or self._finite.window(window)
 
 
 # Per-row values that are the segment's: index in the table of `_batch` -> field of RowBatch.

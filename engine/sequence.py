@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from headrace.core.chain import BLOCK_TOKENS, TokenIds, next_digest
@@ -93,10 +93,10 @@ class Sequence:
     next_block: int = 0
     encoder_rows: int = 0
     decoder_rows: int = 0
+    key: JobKey = field(init=False)  # made once: a step asks for it several times a sequence
 
-    @property
-    def key(self) -> JobKey:
-        return self.request.key
+    def __post_init__(self) -> None:
+        self.key = self.request.key
 
     @property
     def generated(self) -> int:
