@@ -148,8 +148,9 @@ def plan_prefill(
     _check(n_tokens, hit_tokens, keep_tokens, geometry)
     p = record_position(n_tokens, keep_tokens)
     known = tuple(windows)
-    end = floor_grain(n_tokens) if hit_tokens < floor_grain(n_tokens) else p
-    if end == p and (p == 0 or p in known):
+    all_stored = hit_tokens == floor_grain(n_tokens)
+    end = p if all_stored else floor_grain(n_tokens)
+    if all_stored and (p == 0 or p in known):
         return RowPlan(p, p, p, hit_tokens, 0, p, StartKind.WINDOW if p else StartKind.COLD, p)
     start, kind, window, floor = _start(min(hit_tokens, p), known, geometry)
     return RowPlan(start, end, end, hit_tokens, floor, end, kind, window)

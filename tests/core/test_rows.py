@@ -63,6 +63,15 @@ def test_prefill_with_everything_stored_has_nothing_to_run() -> None:
     assert plan_prefill(1000, 896, 140, [768], FLASH).encoder_rows == 0
 
 
+def test_a_record_at_the_last_grain_does_not_stand_for_blocks_that_are_missing() -> None:
+    small = Geometry(64, 1, 1)
+    assert record_position(448, 64) == 384  # p is the end of the last whole block
+    plan = plan_prefill(448, 256, 64, [384], small)
+    assert (plan.end, plan.write_floor) == (384, 256)
+    assert plan.encoder_rows >= 128
+    assert plan_prefill(448, 384, 64, [384], small).encoder_rows == 0
+
+
 def test_prefill_that_lacks_only_the_window_runs_up_to_it() -> None:
     plan = plan_prefill(10_000, 9_984, 140, [], FLASH)
     assert plan.end == record_position(10_000, 140) == 9_856
