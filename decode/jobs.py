@@ -7,9 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from headrace.core.ids import Digest, JobKey
-from headrace.core.messages import DecodeJob, Place, StageTimes
+from headrace.core.messages import DecodeJob, Place, StageTimes, TokenItem
 from headrace.core.peers import Peer
-from headrace.core.request import GenRequest
+from headrace.core.request import FinishReason, GenRequest
 from headrace.core.rows import GRAIN, RowPlan, StartKind, floor_grain
 from headrace.decode.handoff import (
     DECODE_TABLE,
@@ -19,7 +19,7 @@ from headrace.decode.handoff import (
     known_digests,
     windows_to_hold,
 )
-from headrace.engine import Fill
+from headrace.engine import Fill, TokenSampled
 
 _WAITING = (DecodeState.QUEUED_OPEN, DecodeState.QUEUED_TOLD)
 _BEFORE_ROWS = (*_WAITING, DecodeState.AWAITING, DecodeState.LOADING)
@@ -117,6 +117,23 @@ class Job:
         """A step that the job's own task decided on. Raises `Over` when the job has ended."""
         if not self.step(event):
             raise Over
+
+    def token(self, event: TokenSampled, now_s: float) -> TokenItem:
+        """The item that tells a sampled token; with the last one the stages and the finished
+        state. A stop id ends the sequence and is no part of the text."""
+        first = self.state is DecodeState.REPLAYING
+        self.step(DecodeEvent.TOKEN)
+        self.length_tokens = self.request.n_tokens + event.index + 1
+        if first:
+            self.stages.first_token_s = now_s
+            self.stages.encoder_rows = event.encoder_rows
+            self.stages.decoder_rows = event.decoder_rows
+        times = None
+        if event.finish is not None:
+            times = self.times(now_s)
+            self.step(DecodeEvent.FINISH)
+        ids = () if event.finish is FinishReason.STOP else (event.token_id,)
+        return TokenItem(self.key, event.index, ids, event.finish, times)
 
     def windows_to_commit(self, length_tokens: int) -> list[tuple[int, bytes]]:
         """Records made while decoding that the next turn may start from: at or above

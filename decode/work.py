@@ -37,7 +37,6 @@ from headrace.core.messages import (
     WindowReady,
 )
 from headrace.core.peers import Peer
-from headrace.core.request import FinishReason
 from headrace.decode.commit import Committer
 from headrace.decode.handoff import (
     TERMINAL,
@@ -281,9 +280,12 @@ class Decoder:
                 item = self._on_event(job, event)
             except HeadraceError as error:
                 self._end(job, DecodeEvent.ERROR, error)
-                continue
-            if item is not None:
-                items.setdefault(job.router, []).append(item)
+            except Exception:  # a bug here must not take the other sequences of the step along
+                log.exception("decode job %s failed", job.key)
+                self._end(job, DecodeEvent.ERROR, HeadraceError("decode failed"))
+            else:
+                if item is not None:
+                    items.setdefault(job.router, []).append(item)
         for router, batch in items.items():
             router.post(TokenBatch(tuple(batch)))
 
@@ -306,20 +308,10 @@ class Decoder:
     def _on_token(self, job: Job, event: TokenSampled) -> TokenItem:
         first = job.state is DecodeState.REPLAYING
         faults.hit("decode.first_token" if first else "decode.token")
-        now_s = self._clock.now_s()
-        job.step(DecodeEvent.TOKEN)
-        job.length_tokens = job.request.n_tokens + event.index + 1
-        if first:
-            job.stages.first_token_s = now_s
-            job.stages.encoder_rows = event.encoder_rows
-            job.stages.decoder_rows = event.decoder_rows
-        times = None
+        item = job.token(event, self._clock.now_s())
         if event.finish is not None:
-            times = job.times(now_s)
-            job.step(DecodeEvent.FINISH)
             self._close_later(job)
-        ids = () if event.finish is FinishReason.STOP else (event.token_id,)
-        return TokenItem(job.key, event.index, ids, event.finish, times)
+        return item
 
     # ---- ends ----------------------------------------------------------------------------------
 

@@ -164,14 +164,21 @@ class Prefiller:
             job = self.jobs.get(event.key)
             if job is None:
                 self.counts.late += 1
-            elif isinstance(event, SequenceFailed):
-                self._end(job, JobEvent.ERROR, event.error)
-            elif isinstance(event, RowsDone):
-                if job.step(JobEvent.ROWS_DONE):
-                    job.encoder_rows = event.encoder_rows
-                    job.events.put_nowait(event)
-            elif isinstance(event, BlockDone | WindowDone) and job.step(JobEvent.PRODUCT):
+                continue
+            try:
+                self._on_event(job, event)
+            except HeadraceError as error:
+                self._end(job, JobEvent.ERROR, error)
+
+    def _on_event(self, job: Job, event: Event) -> None:
+        if isinstance(event, SequenceFailed):
+            raise event.error
+        if isinstance(event, RowsDone):
+            if job.step(JobEvent.ROWS_DONE):
+                job.encoder_rows = event.encoder_rows
                 job.events.put_nowait(event)
+        elif isinstance(event, BlockDone | WindowDone) and job.step(JobEvent.PRODUCT):
+            job.events.put_nowait(event)
 
     # ---- one job ---------------------------------------------------------------------------
 

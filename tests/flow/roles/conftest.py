@@ -65,6 +65,7 @@ class Cluster:
         request_id: RequestId | None = None,
         deadline_s: float = 60.0,
         stop: tuple[int, ...] = (),
+        sampling: Sampling | None = None,
     ) -> GenRequest:
         root = root_digest(self.card.namespace().digest(), domain.encode().ljust(32, b"."))
         ids = as_token_ids(list(prompt))
@@ -76,7 +77,7 @@ class Cluster:
             digests=block_digests(root, ids),
             keep_tokens=keep_tokens or self.keep_tokens,
             max_tokens=max_tokens,
-            sampling=Sampling(),
+            sampling=sampling or Sampling(),
             stop_token_ids=stop,
             mode=HandoffMode.EXACT,
             domain=domain,
@@ -318,7 +319,7 @@ class RoleProcess:
             *self._command, env=self._environment, stdout=asyncio.subprocess.PIPE
         )
         assert self._process.stdout is not None
-        line = await asyncio.wait_for(self._process.stdout.readline(), 60)
+        line = await asyncio.wait_for(self._process.stdout.readline(), 120)
         said = json.loads(line)
         self.address, self.pid = said["address"], said["pid"]
         assert self.pid == self._process.pid

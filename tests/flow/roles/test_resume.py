@@ -1,0 +1,177 @@
+"""A decode replica lost after g tokens: the next one goes on with the same text, rows by the resume
+formulas; the same at a client's end of the HTTP stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from headrace.core import faults
+from headrace.core.ids import new_request_id
+from headrace.core.request import Sampling
+from headrace.core.rows import StartKind, floor_grain, plan_resume
+from headrace.router.keys import ApiKey
+from headrace.router.role import RouterProcess
+from headrace.router.settings import RouterSettings
+from headrace.router.tokens import TextStream, Vocabulary
+
+MODEL = "t1"
+PROCESSES = {"decode-7": ("decode", "decode.token=exit@20")}
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+N_TOKENS, MAX_TOKENS = 500, 24
+SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=11)
+# 500 + 12 is the border of a block; the newest token has no KV, so block 3 is whole from 13 on.
+GIVEN = (0, 1, 2, 10, 11, 12, 13, 14, 23)
+
+
+async def lose_after(cluster: Any, request: Any, g: int) -> list[int]:
+    """Tokens of an attempt on decode-0, by hand-off, that fails after `g` tokens."""
+    faults.arm(f"decode.token=raise@{g}" if g else "decode.first_token=raise")
+    call = await cluster.handoff(request, decode=0)
+    failed = await call.failure()
+    assert faults.fired("decode.token" if g else "decode.first_token") == 1
+    assert failed.retryable and len(call.token_ids) == g
+    faults.disarm()
+    await cluster.at_rest()
+    return call.token_ids
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("g", GIVEN)
+async def test_the_text_goes_on(cluster, yardstick, prompt, g: int, sampling: Sampling) -> None:
+    ids = prompt(N_TOKENS, f"resume {g} {sampling.seed}")
+    text = await yardstick.text(ids, MAX_TOKENS, None, sampling)
+    first = cluster.request(ids, MAX_TOKENS, sampling=sampling)
+    got = await lose_after(cluster, first, g)
+    assert tuple(got) == text[:g]
+    await cluster.written()
+    options = {"epoch": 1, "request_id": first.request_id, "sampling": sampling}
+    second = cluster.request(ids, MAX_TOKENS, **options)
+    call = await cluster.local(second, decode=1, generated=got)
+    assert tuple(got) + await call.result() == text
+    times, hit = call.times, floor_grain(N_TOKENS + max(0, g - 1))
+    assert times.hit_tokens == hit
+    if g:
+        floor = N_TOKENS - cluster.keep_tokens
+        plan = plan_resume(N_TOKENS + g, hit, floor, (384,), yardstick.geometry)
+        assert (times.encoder_rows, times.decoder_rows) == (plan.encoder_rows, plan.decoder_rows)
+        assert (times.window_position, times.start_kind) == (384, StartKind.WINDOW)
+    await cluster.at_rest()
+
+
+@pytest.mark.parametrize("g", [1, 13])
+async def test_the_text_goes_on_when_nothing_is_stored_any_more(
+    cluster, yardstick, prompt, g: int
+) -> None:
+    """Another cache domain finds none of the first attempt's bytes."""
+    ids = prompt(N_TOKENS, f"cold resume {g}")
+    first = cluster.request(ids, MAX_TOKENS)
+    got = await lose_after(cluster, first, g)
+    options = {"epoch": 1, "request_id": first.request_id, "domain": "tenant-b"}
+    second = cluster.request(ids, MAX_TOKENS, **options)
+    call = await cluster.local(second, decode=1, generated=got)
+    assert tuple(got) + await call.result() == await yardstick.text(ids, MAX_TOKENS)
+    assert (call.times.hit_tokens, call.times.encoder_rows) == (0, N_TOKENS + g)
+    await cluster.at_rest()
+
+
+async def test_a_second_loss_is_resumed_too_and_by_hand_off(cluster, yardstick, prompt) -> None:
+    """More was generated than keep and than the decoder's reach, so D lies above F; the last
+    attempt gets the prompt's blocks from a prefill replica."""
+    ids, n_more = prompt(300, "long answer"), 200
+    text = await yardstick.text(ids, n_more)
+    reach = 32 + 5 * 31
+    assert 195 > reach > cluster.keep_tokens
+    request_id, got = new_request_id(), list(text[:195])
+    faults.arm("decode.token=raise@2")
+    request = cluster.request(ids, n_more, epoch=1, request_id=request_id)
+    call = await cluster.local(request, decode=0, generated=got)
+    await call.failure()
+    assert faults.fired("decode.token") == 1
+    got += call.token_ids
+    assert tuple(got) == text[:197]
+    request = cluster.request(ids, n_more, epoch=2, request_id=request_id)
+    call = await cluster.handoff(request, decode=1, generated=got)
+    assert await call.result() == text[197:]
+    plan = plan_resume(497, 256, 300 - cluster.keep_tokens, (256,), yardstick.geometry)
+    assert plan.decoder_start == 497 - reach
+    assert call.times.decoder_rows == plan.decoder_rows == reach
+    await cluster.at_rest()
+
+
+# ---- over the router's HTTP ------------------------------------------------------------------
+
+KEY = "key-of-the-resume-tests"
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(cluster, roles, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    role = roles("router-http")
+    settings = RouterSettings(
+        salt_directory=str(tmp_path), keys=(ApiKey(KEY, "tenant-a"),), port=0, drain_s=0.2
+    )
+    router, stop, up = RouterProcess(role, settings), asyncio.Event(), asyncio.Event()
+    members: list[Any] = []
+    serving = asyncio.create_task(router.serve(lambda m: (members.append(m), up.set())[1], stop))
+    await up.wait()
+    headers = {"authorization": f"Bearer {KEY}"}
+    url = members[0].address.replace("tcp://", "http://")
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60, verify=False) as http:
+        http.router = router  # type: ignore[attr-defined]
+        yield http
+    stop.set()
+    await serving
+    await router.close()
+
+
+async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, list[Any]]:
+    text, rest = "", []
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            data = line.removeprefix("data: ")
+            value = json.loads(data) if data.startswith("{") else data
+            if isinstance(value, dict) and value.get("choices"):
+                text += value["choices"][0]["text"]
+                rest += filter(None, [value["choices"][0]["finish_reason"]])
+            elif value:
+                rest.append(value)
+    return text, rest
+
+
+@pytest.mark.fault
+async def test_a_client_sees_nothing_of_a_killed_decode(
+    cluster, yardstick, prompt, processes, client
+) -> None:
+    from headrace.core.card import Role
+
+    process, replicas = processes["decode-7"], client.router.replicas
+    async with asyncio.timeout(10):
+        while len(replicas.routable(Role.DECODE)) < 3:
+            await asyncio.sleep(0.01)
+    vocabulary, prompts = Vocabulary("tokenizer-4096"), [prompt(300, f"http {i}") for i in range(3)]
+    body = {"model": "t1", "max_tokens": 40, "temperature": 0}
+    tasks = [asyncio.create_task(stream(client, body | {"prompt": ids})) for ids in prompts]
+    answers = await asyncio.gather(*tasks)
+    assert await process.ended() == 137 and not Path(f"/proc/{process.pid}").exists()
+    for (text, rest), ids in zip(answers, prompts, strict=True):
+        expected = await yardstick.text(ids, 40)
+        assert 1 not in expected  # no end of the text among them
+        spoken = TextStream(vocabulary)
+        assert text == spoken.push(expected) + spoken.finish()
+        finish, usage, done = rest
+        assert (finish, done) == ("length", "[DONE]")
+        assert usage["usage"]["completion_tokens"] == 40
+    lines = Path(client.router._role.run_dir, "records.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines[-3:]]
+    assert sorted(record["resumes"] for record in records) == [0, 0, 1]
+    await cluster.at_rest(within_s=6)
