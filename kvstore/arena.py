@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 from dataclasses import dataclass
+from enum import StrEnum
 
 from headrace.core.errors import ConfigError
 from headrace.core.ids import Digest
@@ -25,6 +26,14 @@ from headrace.kvstore.records import ARENA_SEGMENT
 from headrace.kvstore.settings import Kind, StoreSettings
 
 _BLANK = bytes(HEADER_BYTES)
+
+
+class Reading(StrEnum):
+    """What a reader found at a place."""
+
+    GOOD = "good"
+    STALE = "stale"  # another object's slot, or nobody's, by now: an ordinary miss
+    DAMAGED = "damaged"  # a header or payload that does not verify; the store should look
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +60,26 @@ class Region:
 
 def plan_regions(settings: StoreSettings) -> tuple[Region, ...]:
     """The regions that `arena_bytes` is cut into. Raises `ConfigError` when a kind gets none."""
-    window_slot = slot_bytes(settings.window_bytes)
-    block_slot = slot_bytes(settings.block_bytes)
-    windows = int(settings.arena_bytes * settings.window_share) // window_slot
-    blocks = (settings.arena_bytes - windows * window_slot) // block_slot
-    if not windows or not blocks:
-        least = max(window_slot / settings.window_share, block_slot / (1 - settings.window_share))
+    sizes = {kind: slot_bytes(size) for kind, size in settings.payload_bytes().items()}
+    if settings.share(Kind.KV) <= 0:
+        raise ConfigError("window_share and picture_share must leave room for blocks")
+    slots = {
+        kind: int(settings.arena_bytes * settings.share(kind)) // size
+        for kind, size in sizes.items()
+        if kind is not Kind.KV
+    }
+    left = settings.arena_bytes - sum(count * sizes[kind] for kind, count in slots.items())
+    slots = {Kind.KV: left // sizes[Kind.KV], **slots}
+    if not all(slots.values()):
+        least = max(size / settings.share(kind) for kind, size in sizes.items())
         raise ConfigError(
-            f"arena_bytes must be at least {int(least) + 1} for one window record and one block,"
-            f" got {settings.arena_bytes}"
+            f"arena_bytes must be at least {int(least) + 1} for one object of each kind"
+            f" ({', '.join(sizes)}), got {settings.arena_bytes}"
         )
-    kv = Region(Kind.KV, 0, block_slot, blocks)
-    return kv, Region(Kind.SWA, kv.end, window_slot, windows)
+    regions: list[Region] = []
+    for kind, count in slots.items():
+        regions.append(Region(kind, regions[-1].end if regions else 0, sizes[kind], count))
+    return tuple(regions)
 
 
 class Arena:
@@ -106,24 +123,23 @@ class Arena:
         """From here on no reader believes what lies in this slot."""
         self.header(region, slot)[:] = _BLANK
 
-    def read(self, place: Place, namespace: bytes, digest: Digest, dest: Buffer | None) -> bool:
+    def read(self, place: Place, namespace: bytes, digest: Digest, dest: Buffer | None) -> Reading:
         """Verify the object at `place` and copy it into `dest` (None: verify only).
 
         Compared before and after the copy: the whole header, its generation, length, digest and
-        namespace; then the checksum of what was copied. False when anything differs; `dest` then
-        holds garbage."""
+        namespace; then the checksum of what was copied. Unless GOOD, `dest` holds garbage."""
         found = self.locate(place.offset)
-        if found is None:
-            return False
-        region, slot = found
         length = place.payload_bytes
-        if not 0 < length <= region.payload_bytes:
-            return False
+        if found is None or not 0 < length <= found[0].payload_bytes:
+            return Reading.STALE
+        region, slot = found
         view = self.header(region, slot)
         before = bytes(view)
         header = SlotHeader.unpack(before)
-        if header is None or not _is(header, region, slot, place, namespace, digest):
-            return False
+        if header is None:
+            return Reading.STALE if before == _BLANK else Reading.DAMAGED
+        if not _is(header, region, slot, place, namespace, digest):
+            return Reading.STALE
         source = self.payload(region, slot, length)
         if dest is None:
             total = checksum(source)
@@ -133,7 +149,9 @@ class Arena:
                 raise ValueError(f"the destination holds {len(target)} bytes, {length} are needed")
             target[:] = source
             total = checksum(target)
-        return total == place.checksum and bytes(view) == before
+        if bytes(view) != before:
+            return Reading.STALE
+        return Reading.GOOD if total == place.checksum else Reading.DAMAGED
 
 
 def _is(

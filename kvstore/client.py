@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import threading
 from collections.abc import Sequence
 
 from headrace.core.chain import window_digest
@@ -15,7 +16,7 @@ from headrace.core.ids import DIGEST_BYTES, BootId, Digest, JobKey
 from headrace.core.limits import LeaseTimes, WireLimits
 from headrace.core.link import parse_address
 from headrace.core.messages import Place
-from headrace.kvstore.arena import Arena
+from headrace.kvstore.arena import Arena, Reading
 from headrace.kvstore.connection import Connection, StoreGone, attach
 from headrace.kvstore.layout import NO_DIGEST, Buffer, checksum, domain_tag
 from headrace.kvstore.messages import (
@@ -23,7 +24,9 @@ from headrace.kvstore.messages import (
     AskStat,
     Done,
     Doom,
+    Found,
     Opened,
+    OpenObjects,
     OpenPrefix,
     OpenWindow,
     Release,
@@ -80,7 +83,9 @@ class StoreClient:
         self._mapped: tuple[BootId, Arena] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0  # the loop's
         self._attached = asyncio.Event()
+        self._reporting: set[Place] = set()
         self._reserved: set[int] = set()
         self._leases: dict[JobKey, float] = {}
         self.read_misses = 0  # `read_into` that answered False
@@ -106,6 +111,7 @@ class StoreClient:
         the client goes on trying."""
         if self._keeper is None:
             self._loop = asyncio.get_running_loop()
+            self._thread = threading.get_ident()
             self._keeper = asyncio.create_task(self._keep(), name="store-client")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
@@ -194,6 +200,25 @@ class StoreClient:
             return None
         return candidates[answer.first][0], answer.places[0]
 
+    async def open_objects(
+        self, kind: Kind, digests: Sequence[Digest], lease: JobKey | None
+    ) -> tuple[Place | None, ...]:
+        """A place or None for each of `digests`: objects of `kind` that do not depend on each
+        other, from SSD too, and leased as `open_prefix` tells."""
+        connection = self._connection
+        nothing: tuple[Place | None, ...] = (None,) * len(digests)
+        if connection is None or not digests:
+            return nothing
+        asked = tuple(digests)
+        try:
+            answer = await connection.ask(
+                lambda call: OpenObjects(call, kind, asked, lease), Found, _OPEN_S
+            )
+        except StoreGone:
+            return nothing
+        self._note(lease, any(place is not None for place in answer.places))
+        return answer.places if len(answer.places) == len(asked) else nothing
+
     def read_into(self, place: Place, digest: Digest, dest: bytearray | memoryview) -> bool:
         """Copy the payload at `place` into `dest` (at least `place.payload_bytes` bytes), verified.
 
@@ -204,15 +229,21 @@ class StoreClient:
         if mapped is None or mapped[0] != place.store:
             self.read_misses += 1
             return False
-        if mapped[1].read(place, self._namespace, digest, dest):
+        found = mapped[1].read(place, self._namespace, digest, dest)
+        if found is Reading.GOOD:
             return True
         self.read_misses += 1
         loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._report, place, digest)
+        if found is Reading.DAMAGED and loop is not None and not loop.is_closed():
+            if threading.get_ident() == self._thread:
+                self._report(place, digest)
+            elif place not in self._reporting:  # a reader that insists must not flood the loop
+                self._reporting.add(place)
+                loop.call_soon_threadsafe(self._report, place, digest)
         return False
 
     def _report(self, place: Place, digest: Digest) -> None:
+        self._reporting.discard(place)
         connection = self._connection
         if connection is not None and connection.boot == place.store:
             connection.post(Doom(0, place, digest))

@@ -91,6 +91,30 @@ class IndexReader:
         )
         return Hits(blocks, by_tier, at)
 
+    async def present(
+        self,
+        namespace: bytes,
+        kind: Kind,
+        digests: Sequence[Digest],
+        deadline_s: float = DEADLINE_S,
+    ) -> frozenset[Digest]:
+        """Those of `digests` that some live store has listed as an object of `kind`. A hint, as
+        `hit_blocks` is: what is sealed and not yet listed is missing here."""
+        if not digests:
+            return frozenset()
+        keys = [record_key(kind, namespace, digest) for digest in digests]
+
+        async def look_up(client: Client) -> tuple[list[bytes | None], dict[int, int]]:
+            values = await client.mget(keys)
+            return values, await _epochs(client, values)
+
+        try:
+            values, epochs = await self._link.call(look_up, deadline_s)
+        except RedisAway:
+            return frozenset()
+        pairs = zip(digests, values, strict=True)
+        return frozenset(d for d, value in pairs if usable_tiers(value, kind, d, epochs))
+
     async def close(self) -> None:
         await self._link.close()
 

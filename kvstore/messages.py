@@ -1,8 +1,9 @@
 """Messages between a client and the store of its host, on a unix socket.
 
-    client -> store   Attach first; OpenPrefix, OpenWindow, Reserve, Seal, Abandon, Cancel, Renew,
-                      Release, Doom, AskStat, Ping
-    store  -> client  Attached (with the arena's descriptor), Opened, Reserved, Sealed, Done, Stat
+    client -> store   Attach first; OpenPrefix, OpenWindow, OpenObjects, Reserve, Seal, Abandon,
+                      Cancel, Renew, Release, Doom, AskStat, Ping
+    store  -> client  Attached (with the arena's descriptor), Opened, Found, Reserved, Sealed, Done,
+                      Stat
 
 `call` numbers the client's questions; an answer carries the same number. No payload is ever on the
 socket: the arena is shared memory.
@@ -57,6 +58,24 @@ class Opened:
     call: int
     first: int
     places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenObjects:
+    """Objects of one kind that do not depend on each other."""
+
+    call: int
+    kind: Kind
+    digests: tuple[Digest, ...]
+    lease: JobKey | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One item a digest of OpenObjects: its place, or None."""
+
+    call: int
+    places: tuple[Place | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,5 +211,7 @@ STORE_MESSAGES = MessageTable(
         16: Ping,
         17: Done,
         18: Stat,
+        19: OpenObjects,
+        20: Found,
     }
 )

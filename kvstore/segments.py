@@ -74,8 +74,7 @@ class SegmentFiles:
         self._settings = settings
         self._calls = calls or FileCalls()
         self._slot_bytes = {
-            Kind.KV: slot_bytes(settings.block_bytes),
-            Kind.SWA: slot_bytes(settings.window_bytes),
+            kind: slot_bytes(size) for kind, size in settings.payload_bytes().items()
         }
         self.uid = b""
         self.segments: list[Segment] = []

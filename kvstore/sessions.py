@@ -21,7 +21,9 @@ from headrace.kvstore.messages import (
     Cancel,
     Done,
     Doom,
+    Found,
     Opened,
+    OpenObjects,
     OpenPrefix,
     OpenWindow,
     Ping,
@@ -106,7 +108,7 @@ class Session:
     def _take(self, message: Any) -> None:
         store, state = self._store, self._store.state
         match message:
-            case OpenPrefix() | OpenWindow() | Reserve() | Seal():
+            case OpenPrefix() | OpenWindow() | OpenObjects() | Reserve() | Seal():
                 self._start(message.call, self._answer(message))
             case Cancel():
                 task = self._calls.get(message.call)
@@ -146,7 +148,9 @@ class Session:
             log.error("a call failed", exc_info=error)
             self._link.abort()
 
-    async def _answer(self, message: OpenPrefix | OpenWindow | Reserve | Seal) -> None:
+    async def _answer(
+        self, message: OpenPrefix | OpenWindow | OpenObjects | Reserve | Seal
+    ) -> None:
         store = self._store
         match message:
             case OpenPrefix():
@@ -157,6 +161,11 @@ class Session:
                     self._namespace, message.digests, message.lease
                 )
                 self._link.post(Opened(message.call, first, found))
+            case OpenObjects():
+                each = await store.open_objects(
+                    message.kind, self._namespace, message.digests, message.lease
+                )
+                self._link.post(Found(message.call, each))
             case Reserve():
                 grants, known = await store.reserve(self._number, self._namespace, message)
                 self._link.post(Reserved(message.call, grants, known))

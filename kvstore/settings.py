@@ -13,7 +13,7 @@ class Kind(StrEnum):
 
     KV = "kv"  # one block: 128 tokens of global KV
     SWA = "swa"  # one window record
-    MM = "mm"  # embeddings; no slots are configured for them yet, so every put answers None
+    MM = "mm"  # the rows of one picture; without `picture_bytes` every put answers None
 
 
 class Tier(StrEnum):
@@ -26,10 +26,11 @@ class StoreSettings:
     """Settings of one store. Raises `ConfigError` naming key, bound and value.
 
     `directory` holds segments, salt and lock; one process owns it. `arena_bytes` is shared memory,
-    taken at start; `window_share` of it goes to window records. `ssd_bytes` is taken at start too,
-    in files of `segment_bytes`. `block_bytes` and `window_bytes` are the largest payloads of the
-    two slot classes, from the model card. A group of written slots is synced after `group_bytes` or
-    `group_s`, whichever comes first."""
+    taken at start; `window_share` of it goes to window records and `picture_share` to pictures.
+    `ssd_bytes` is taken at start too, in files of `segment_bytes`. `block_bytes`, `window_bytes`
+    and `picture_bytes` (0: no pictures are stored) are the largest payloads of the slot classes,
+    from the model. A group of written slots is synced after `group_bytes` or `group_s`, whichever
+    comes first."""
 
     directory: str
     arena_bytes: int
@@ -37,7 +38,9 @@ class StoreSettings:
     segment_bytes: int
     block_bytes: int
     window_bytes: int
+    picture_bytes: int = 0
     window_share: float = 0.25
+    picture_share: float = 0.1
     group_bytes: int = 64 << 20
     group_s: float = 0.2
     index_deadline_s: float = 0.05  # every call to Redis; no retries
@@ -53,6 +56,7 @@ class StoreSettings:
             ("segment_bytes", 1),
             ("block_bytes", 1),
             ("window_bytes", 1),
+            ("picture_bytes", 0),
             ("group_bytes", 1),
         ):
             value = getattr(self, name)
@@ -60,6 +64,7 @@ class StoreSettings:
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
         for name, low, high in (
             ("window_share", 0.01, 0.9),
+            ("picture_share", 0.01, 0.9),
             ("group_s", 0.0, 60.0),
             ("index_deadline_s", 0.001, 10.0),
             ("claim_s", 0.1, 3600.0),
@@ -70,6 +75,21 @@ class StoreSettings:
                 raise ConfigError(f"{name} must be a number, got {value!r}")
             if not low <= value <= high:
                 raise ConfigError(f"{name} must lie between {low} and {high}, got {value!r}")
+
+    def payload_bytes(self) -> dict[Kind, int]:
+        """The largest payload of every kind that has slots, in the order of their regions."""
+        sizes = {
+            Kind.KV: self.block_bytes,
+            Kind.SWA: self.window_bytes,
+            Kind.MM: self.picture_bytes,
+        }
+        return {kind: size for kind, size in sizes.items() if size}
+
+    def share(self, kind: Kind) -> float:
+        """The part of the arena that goes to `kind`; blocks take what the others leave."""
+        shares = {Kind.SWA: self.window_share, Kind.MM: self.picture_share}
+        used = {kind: shares[kind] for kind in self.payload_bytes() if kind is not Kind.KV}
+        return used.get(kind, 1.0 - sum(used.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +102,7 @@ class StoreStat:
     boot: str
     blocks: int  # kv objects known, wherever they lie
     windows: int
+    pictures: int
     arena_slots: int
     arena_free: int
     arena_reserved: int

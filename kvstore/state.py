@@ -15,7 +15,7 @@ from headrace.core.clock import Clock
 from headrace.core.ids import BootId, Digest, JobKey
 from headrace.core.messages import Place
 from headrace.core.states import VISIBILITY_TABLE, Visibility, VisibilityEvent
-from headrace.kvstore.arena import Arena
+from headrace.kvstore.arena import Arena, Reading
 from headrace.kvstore.layout import ObjectFacts, SlotHeader
 from headrace.kvstore.leases import LeaseBook
 from headrace.kvstore.objects import DiskPlace, Entry, Reservation, Saving, object_key
@@ -238,8 +238,11 @@ class StoreState:
         self.unpin(entry)
 
     def adopt(self, header: SlotHeader, disk: DiskPlace) -> None:
-        """An object found on disk at start. Of two of one key the later call wins."""
+        """An object found on disk at start. Of two of one key the later call wins. One of a kind
+        that has no slots any more is left to the next use of its segment."""
         facts = header.facts
+        if facts.kind not in self.residents.regions:
+            return
         key = object_key(facts.kind, facts.namespace, facts.digest)
         known = self.objects.get(key)
         if known is not None:
@@ -294,7 +297,7 @@ class StoreState:
         if entry is None or mine is None or mine != place:
             self.count.refused += 1
             return False
-        if self.residents.arena.read(mine, namespace, digest, None):
+        if self.residents.arena.read(mine, namespace, digest, None) is Reading.GOOD:
             self.count.refused += 1
             return False
         self.count.damaged += 1

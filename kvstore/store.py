@@ -78,6 +78,19 @@ class Store:
         self.state.count.misses += bool(digests)
         return 0, ()
 
+    async def open_objects(
+        self, kind: Kind, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None
+    ) -> tuple[Place | None, ...]:
+        """Places of those of `digests` that are stored and sound, in their order, leased."""
+        places: list[Place | None] = []
+        for digest in digests:
+            entry = self.state.find(kind, namespace, digest)
+            brought = () if entry is None else await self._bring([entry], lease)
+            places.append(brought[0] if brought else None)
+            self.state.count.hits += len(brought)
+            self.state.count.misses += not brought
+        return tuple(places)
+
     async def _bring(self, entries: Sequence[Entry], lease: JobKey | None) -> tuple[Place, ...]:
         """Places of the longest prefix of `entries` that can be had in the arena, leased."""
         places: list[Place] = []
@@ -184,6 +197,7 @@ class Store:
             boot=state.boot,
             blocks=sum(e.kind is Kind.KV for e in objects),
             windows=sum(e.kind is Kind.SWA for e in objects),
+            pictures=sum(e.kind is Kind.MM for e in objects),
             arena_slots=sum(pool.total for pool in pools),
             arena_free=sum(pool.free for pool in pools),
             arena_reserved=sum(pool.reserved for pool in pools),

@@ -124,11 +124,11 @@ class Writer:
                 good.append(write)
                 continue
             self._state.not_saved(write.entry, write.place)
-            if outcome is _Outcome.DAMAGED:
+            if outcome is _Outcome.FAILED:
+                self._failed()
+            elif not write.entry.dropped:  # a reader may have been faster
                 self._state.count.damaged += 1
                 self._state.drop(write.entry, erase=False)
-            else:
-                self._failed()
         return good
 
     def _write_one(self, write: _Write) -> _Outcome:
