@@ -97,11 +97,12 @@ class Runner:
     def _run_together(self, segments: tuple[Segment, ...], tally: _Tally) -> list[SegmentResult]:
         fault = faults.hit("engine.step")
         result = self.trunk.forward(self._batch(segments), self.state)
-        tally.add(result)
         if fault == "nan" and len(result.logits):
             result.logits[0] = float("nan")
         tokens = self._tokens(segments, result.logits)
-        return [self._collect(segment, tokens) for segment in segments]
+        parts = [self._collect(segment, tokens) for segment in segments]
+        tally.add(result)  # last: rows of a call that raised, here too, count as not run
+        return parts
 
     def _run_alone(
         self, segment: Segment, saved: tuple[torch.Tensor, torch.Tensor] | None, tally: _Tally

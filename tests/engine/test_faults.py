@@ -146,6 +146,27 @@ class _Stand:
         self.forward = trap.forward
 
 
+@pytest.mark.parametrize("others", [True, False], ids=["batched", "alone"])
+def test_trouble_after_the_forward_is_one_sequence_s_too(
+    others: bool, new_engine: NewEngine, new_request: NewRequest, new_session: Any,
+    texts: dict[int, Any],
+) -> None:  # fmt: skip
+    engine = new_engine()
+    session = new_session(engine)
+
+    def look(key: Any, position: int, row: Any) -> None:
+        if key.request_id == "bad" and position == 41:
+            raise ArithmeticError("not this one")
+
+    engine.runner.on_logits = look
+    bad = session.begin(new_request(40, name="bad", seed=40))
+    good = session.begin(new_request(60, name="good", seed=60)) if others else None
+    session.finish()
+    assert bad.error is not None and bad.tokens == texts[40].tokens[:2]
+    assert good is None or good == texts[60]
+    assert engine.stats().encoder_rows_total == 41 + (63 if others else 0)
+
+
 def test_a_poisoned_block_shows(
     new_engine: NewEngine, new_request: NewRequest, new_session: Any
 ) -> None:
