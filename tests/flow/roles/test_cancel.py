@@ -356,3 +356,39 @@ async def test_what_fails_in_the_engine_is_one_explicit_failure(cluster, yardsti
     again = await cluster.local(cluster.request(ids))
     assert await again.result() == await yardstick.text(ids, 8)
     await cluster.at_rest()
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        *("prefill.chunk", "prefill.seal", "prefill.announce"),
+        *("decode.accept", "decode.first_token", "decode.token"),
+    ],
+)
+async def test_a_failure_at_any_point_is_told_once_and_may_be_retried(
+    cluster, yardstick, prompt, point: str
+) -> None:
+    ids = prompt(300, f"fault at {point}")
+    faults.arm(f"{point}=raise@1")
+    request = cluster.request(ids)
+    call = await cluster.handoff(request)
+    failed = await call.failure()
+    assert faults.fired(point) == 1
+    assert (failed.code, failed.retryable) == ("injected_fault", True)
+    await cluster.router.cancel(call)  # as a router does with the other half
+    await cluster.at_rest()
+    again = await cluster.handoff(
+        cluster.request(ids, epoch=1, request_id=request.request_id), decode=1
+    )
+    assert await again.result() == await yardstick.text(ids, 8)
+    await cluster.at_rest()
+
+
+async def test_a_load_that_fails_is_computed(cluster, yardstick, prompt) -> None:
+    ids = prompt(300, "load fails")
+    faults.arm("decode.load=raise@1")
+    call = await cluster.handoff(cluster.request(ids))
+    assert await call.result() == await yardstick.text(ids, 8)
+    assert faults.fired("decode.load") == 1
+    assert call.times.hit_tokens < 256
+    await cluster.at_rest()
