@@ -13,7 +13,7 @@ from headrace.core.card import ModelCard
 from headrace.core.chain import TokenIds, block_digests, root_digest
 from headrace.core.clock import SYSTEM_CLOCK
 from headrace.core.deployment import Deployment
-from headrace.core.errors import Cancelled, HeadraceError, NotFound
+from headrace.core.errors import Cancelled, HeadraceError, LimitExceeded, NotFound
 from headrace.core.ids import Digest, RequestId, new_request_id
 from headrace.core.limits import Limit
 from headrace.core.records import RequestRecord
@@ -143,6 +143,15 @@ class Generator:
 
     async def _prompt(self, ask: Ask, card: ModelCard, request_id: RequestId) -> Prompt:
         large = ask.prompt_chars > OFF_LOOP_CHARS
+        least = self._protocols.vocabulary.least_tokens(ask.prompt_chars)
+        most = min(self._edge.prompt_tokens, card.max_position_tokens)
+        if least > most:
+            name = "prompt" if ask.chat is None else "messages"
+            raise LimitExceeded(
+                f"{name} may have at most {most} tokens, got at least {least}",
+                param=name,
+                code="context_length_exceeded",
+            )
         if ask.chat is not None:
             chat = ask.chat
             made = await _maybe_in_thread(large, lambda: self._protocols.chat_prompt(chat))

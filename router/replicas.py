@@ -26,6 +26,7 @@ from headrace.router.policy import Candidate
 
 log = logging.getLogger(__name__)
 POOLS = (Role.PREFILL, Role.DECODE)
+SILENT_LEASES = 3  # how long, without Redis, a replica that says nothing counts as alive
 RETRY_S = (0.05, 1.0)  # first and longest pause between two attempts to connect
 
 
@@ -179,8 +180,10 @@ class Replicas:
         listed = {(member.role, member.name) for member in members}
         for key, replica in list(self._by_name.items()):
             silent_s = self._clock.now_s() - replica.heard_at_s
-            unlisted = key not in listed or stale
-            if unlisted and replica.linked and silent_s > self._leases.member_s:
+            # A frozen process keeps its sockets. Redis alone tells that soonest; while it is away
+            # silence must do, and a replica may be silent because the host is busy.
+            patience_s = self._leases.member_s * (SILENT_LEASES if stale else 1)
+            if (stale or key not in listed) and replica.linked and silent_s > patience_s:
                 log.warning("%s: no record and no word for %.1f s", replica.name, silent_s)
                 self._cut(replica)
             if key not in listed and not replica.linked:

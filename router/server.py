@@ -24,7 +24,8 @@ from headrace.core.errors import HeadraceError, InvalidRequest, RequestTimeout
 from headrace.core.limits import EdgeLimits
 
 log = logging.getLogger(__name__)
-LINGER_S = 2.0  # how long the rest of a refused body is read and dropped
+LINGER_S = 2.0  # how long the rest of a refused body is read and dropped,
+LINGER_BODIES = 4  # and how much of it, in bodies of the largest size
 SEND_BUFFER_BYTES = 256 << 10
 IDLE_S = 20.0  # an idle keep-alive connection is closed after this
 
@@ -60,8 +61,8 @@ class EdgeProtocol(H11Protocol):
     from the first byte of the next request; errors of the HTTP parser as our JSON error body; an
     end for a client that takes nothing for `stall_s` while we have something to send (the
     application sees it leave); and a lingering end: after an answer that came before the body was
-    read, the body is dropped for `LINGER_S` and at most `body_bytes`, since closing at once would
-    reset the connection and take the answer from the client."""
+    read, the body is dropped for `LINGER_S` and a few times `body_bytes`, since closing at once
+    would reset the connection and take the answer from the client."""
 
     edge: EdgeLimits
     _deadline: asyncio.TimerHandle | None = None
@@ -90,7 +91,7 @@ class EdgeProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._dropped_bytes is not None:
             self._dropped_bytes += len(data)
-            if self._dropped_bytes > self.edge.body_bytes:
+            if self._dropped_bytes > LINGER_BODIES * self.edge.body_bytes:
                 self.transport.abort()
                 return
         elif self._deadline is None and self.conn.their_state is h11.IDLE:

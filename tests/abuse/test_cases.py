@@ -29,7 +29,7 @@ LIMITS = EdgeLimits()
 
 
 def merged(path: str, **fields: Any) -> bytes:
-    return json.dumps(GOOD[path] | fields).encode()
+    return json.dumps(GOOD[path] | fields, ensure_ascii=False).encode()
 
 
 def user(content: Any) -> list[dict[str, Any]]:
@@ -52,6 +52,8 @@ MAKERS: dict[str, bytes] = {
     "many_ids": merged("completions", prompt=[300] * (LIMITS.prompt_tokens + 1)),
     "long_model": merged("chat", model="m" * (1 << 20)),
     "many_messages": merged("chat", messages=user("a") * 100_000),
+    "text_below_cap": merged("completions", prompt="ab " * (1 << 20)),
+    "messages_below_cap": merged("chat", messages=user("水" * (1 << 19)) * 4),
     "text_above_cap": merged("completions", prompt="a" * (LIMITS.prompt_chars + 1)),
     "messages_above_cap": merged("chat", messages=user("a" * (LIMITS.prompt_chars // 3)) * 4),
 }

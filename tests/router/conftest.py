@@ -230,11 +230,12 @@ async def running_rig(
     prefills: int = 0,
     edge: EdgeLimits | None = None,
     local_prefill_rows: int = 512,
+    member_s: float = 5.0,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """A running rig. `settings` go to RouterSettings."""
     deployment = Deployment(
-        leases=LeaseTimes(member_s=1.0, member_beat_s=0.2, member_poll_s=0.02),
+        leases=LeaseTimes(member_s=member_s, member_beat_s=0.2, member_poll_s=0.02),
         edge=edge or EdgeLimits(),
         local_prefill_rows=local_prefill_rows,
     )

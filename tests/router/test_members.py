@@ -40,7 +40,7 @@ async def test_a_replica_gets_work_when_it_is_warm_and_none_when_it_has_withdraw
             await rig.client.post("/v1/completions", json=SHORT)
         assert (len(ready.jobs), len(cold.jobs)) == (6, 2)
         await cold.stop()
-        await rig.until(lambda: [r.name for r in replicas.all()] == ["decode-0"], 3.0)
+        await rig.until(lambda: [r.name for r in replicas.all()] == ["decode-0"], 10.0)
         await rig.pulse()
 
 
@@ -49,7 +49,7 @@ async def test_a_killed_replica_is_out_at_once_long_before_its_lease(rigs: Any) 
         before = asyncio.get_running_loop().time()
         await rig.decodes[0].die()
         await rig.until_routable(1, 0)
-        assert asyncio.get_running_loop().time() - before < 0.5  # the lease lives 1 s
+        assert asyncio.get_running_loop().time() - before < 4  # the lease lives 5 s
         states = {r.name: r.state for r in rig.router.replicas.all()}
         assert states["decode-0"] is ReplicaState.SUSPECT
         for _ in range(4):
@@ -128,14 +128,16 @@ async def test_redis_frozen_and_restarted_empty_change_nothing(
 ) -> None:
     run = tmp_path / "vk"
     server = embedded_valkey(str(run))
-    async with make_rig(server.url, tmp_path, vocabulary, decodes=1, prefills=1) as rig:
+    options = {"decodes": 1, "prefills": 1, "member_s": 0.5}
+    async with make_rig(server.url, tmp_path, vocabulary, **options) as rig:
         await rig.pulse()
         os.kill(server.process.pid, signal.SIGSTOP)
         try:
             await rig.until(lambda: not rig.board.healthy or rig.board.stale, 3.0)
-            await asyncio.sleep(1.5)  # longer than a member's lease
-            for decode in (*rig.decodes, *rig.prefills):
-                decode.report()  # they speak: that is what counts
+            for _ in range(8):  # longer than three leases of a member
+                await asyncio.sleep(0.2)
+                for replica in (*rig.decodes, *rig.prefills):
+                    replica.report()  # they speak: that is what counts
             await rig.until_routable(1, 1)
             await rig.pulse()
             body = {"model": "scripted", "prompt": [300] * 700, "max_tokens": 8}
@@ -158,7 +160,7 @@ async def test_redis_frozen_and_restarted_empty_change_nothing(
 
 async def test_a_replica_that_says_nothing_and_has_no_record_is_given_up(rigs: Any) -> None:
     """A frozen process: its socket stays open, its lease ends, no report comes."""
-    async with rigs(decodes=2) as rig:
+    async with rigs(decodes=2, member_s=1.0) as rig:
         gate = asyncio.Event()
         for decode in rig.decodes:
             decode.script.gate = lambda index: gate
