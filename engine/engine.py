@@ -20,10 +20,9 @@ from headrace.engine.runner import Runner
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState
 from headrace.engine.settings import EngineSettings, Half
-from headrace.model import CacheLayout, KvState, Trunk
+from headrace.model import CacheLayout, KvState, Trunk, model_card
 
 _MEASURED_STEPS = 32
-_DTYPE_NAMES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}
 
 Buffer = bytes | bytearray | memoryview
 
@@ -64,6 +63,7 @@ class Engine:
             model.numerics,
             model.device,
             poison=poison,
+            encoder_only=model.encoder_only,
         )
         self.runner = Runner(model, self.state, clock)
         self._resources = Resources(
@@ -84,24 +84,8 @@ class Engine:
 
     def card(self, name: str) -> ModelCard:
         """What this engine's replica announces of its model under `name`."""
-        config, layout = self.model.config, self.state.layout
-        dtype = str(self.model.precision.compute).removeprefix("torch.")
-        return ModelCard(
-            name=name,
-            weights=self.model.weights_id,
-            layout_id=layout.layout_id,
-            numerics=f"{self.model.numerics}-{_DTYPE_NAMES[dtype]}",
-            vocab_size=config.vocab_size,
-            max_position_tokens=config.max_position_embeddings,
-            window_tokens=config.sliding_window,
-            n_encoder_layers=config.n_encoder_layers,
-            n_decoder_layers=config.n_decoder_layers,
-            block_bytes=layout.block_bytes,
-            window_record_bytes=layout.window_record_bytes,
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
-            image_token_id=config.image_token_id,
-        )
+        model = self.model
+        return model_card(name, model.config, self.state.layout, model.weights_id, model.precision)
 
     # ---- sequences -------------------------------------------------------------------------
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
 from headrace.core.clock import SYSTEM_CLOCK, Clock
 from headrace.core.deployment import Deployment
 from headrace.engine.engine import Engine
 from headrace.engine.settings import EngineSettings, Half
-from headrace.model import Numerics, load_named
+from headrace.model import load_named, resolve_numerics
 
-
-def resolve_numerics(numerics: str, device: str) -> Numerics:
-    """`auto` is invariant on CPU and fast elsewhere. Raises `ValueError` for another word."""
-    if numerics == "auto":
-        return Numerics.INVARIANT if torch.device(device).type == "cpu" else Numerics.FAST
-    return Numerics(numerics)
+__all__ = ["load_engine", "resolve_numerics"]
 
 
 def load_engine(
@@ -28,9 +21,16 @@ def load_engine(
 ) -> Engine:
     """Load the deployment's model and build an engine on it; seconds, not milliseconds.
 
+    Half.ENCODER loads the encoder half alone, and its slots have no rings of decoder layers.
     Raises `ConfigError` for an unknown model or a keep below its window."""
     numerics = resolve_numerics(deployment.numerics, deployment.device)
-    trunk = load_named(deployment.model, deployment.seed, numerics, deployment.device)
+    trunk = load_named(
+        deployment.model,
+        deployment.seed,
+        numerics,
+        deployment.device,
+        encoder_only=half is Half.ENCODER,
+    )
     engine = Engine(
         trunk,
         settings,

@@ -8,11 +8,17 @@ else shared the call; see `Numerics`. Engram needs a token map, built once from 
 Random weights depend on (config, seed) alone and are the same on every machine.
 """
 
+from headrace.model.card import model_card
 from headrace.model.config import LayerKind, LayerSpec, ModelConfig, RopeScaling, VisionConfig
 from headrace.model.errors import BatchError, ConfigError, StateError
 from headrace.model.layout import BLOCK_TOKENS, CacheLayout, SourceLayout
-from headrace.model.named import load_named, package_tokenizer, reserved_token_ids
-from headrace.model.numerics import Numerics
+from headrace.model.named import (
+    load_named,
+    load_named_vision,
+    package_tokenizer,
+    reserved_token_ids,
+)
+from headrace.model.numerics import Numerics, resolve_numerics
 from headrace.model.rows import RowBatch, RowResult
 from headrace.model.state import KvState, SlotState
 from headrace.model.token_map import TokenMap, build_token_map
@@ -39,6 +45,9 @@ __all__ = [
     "VisionConfig",
     "build_token_map",
     "load_named",
+    "load_named_vision",
+    "model_card",
     "package_tokenizer",
     "reserved_token_ids",
+    "resolve_numerics",
 ]

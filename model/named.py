@@ -13,6 +13,8 @@ from headrace.model.errors import ConfigError
 from headrace.model.numerics import Numerics
 from headrace.model.token_map import build_token_map
 from headrace.model.trunk import Trunk
+from headrace.model.vision import VisionTower
+from headrace.model.weights import random_weights_id
 
 
 def package_tokenizer(vocab_size: int) -> Tokenizer:
@@ -39,10 +41,13 @@ def load_named(
     device: str | torch.device = "cpu",
     *,
     compute_dtype: torch.dtype | None = None,
+    encoder_only: bool = False,
 ) -> Trunk:
     """Random-weight trunk of a named configuration with its package tokenizer.
 
-    Raises ConfigError when the token map's size is not the configuration's.
+    `encoder_only` draws no tensor of the decoder half but those of its first layer's KV source;
+    `weights_id` is the same. Raises ConfigError when the token map's size is not the
+    configuration's.
     """
     config = ModelConfig.load(config_name)
     tokenizer = package_tokenizer(config.vocab_size)
@@ -54,4 +59,19 @@ def load_named(
         reserved_token_ids(tokenizer, config.eos_token_id),
         token_map=build_token_map(tokenizer).ids,
         compute_dtype=compute_dtype,
+        encoder_only=encoder_only,
     )
+
+
+def load_named_vision(
+    config_name: str | Path,
+    seed: int,
+    numerics: Numerics,
+    device: str | torch.device = "cpu",
+) -> tuple[VisionTower, str]:
+    """The random image tower of a named configuration, and the weights id of its text trunk, of
+    which no tensor is drawn. Raises ConfigError if the configuration has no tower."""
+    config = ModelConfig.load(config_name)
+    token_map = build_token_map(package_tokenizer(config.vocab_size)).ids
+    tower = VisionTower.random(config, seed, numerics, device)
+    return tower, random_weights_id(config, seed, token_map)

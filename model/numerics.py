@@ -19,6 +19,13 @@ class Numerics(StrEnum):
     FAST = "fast"
 
 
+def resolve_numerics(numerics: str, device: str) -> Numerics:
+    """`auto` is invariant on CPU and fast elsewhere. Raises `ValueError` for another word."""
+    if numerics == "auto":
+        return Numerics.INVARIANT if torch.device(device).type == "cpu" else Numerics.FAST
+    return Numerics(numerics)
+
+
 @dataclass(frozen=True)
 class Precision:
     """`compute` holds activations and matrices, `accumulate` norms, softmaxes, gates, mixes."""

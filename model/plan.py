@@ -128,9 +128,16 @@ class Planner:
     """Plans calls for one layout and device; holds nothing between calls."""
 
     def __init__(
-        self, layout: CacheLayout, ratios: tuple[int, ...], max_ngram: int, device: torch.device
+        self,
+        layout: CacheLayout,
+        ratios: tuple[int, ...],
+        max_ngram: int,
+        device: torch.device,
+        ring_layers: int,
     ) -> None:
+        """`ring_layers`: layers that have rings in the state that the plans are for."""
         self.layout = layout
+        self.ring_layers = ring_layers
         self.ratios = ratios
         self.max_ngram = max_ngram
         self.device = device
@@ -237,7 +244,7 @@ class Planner:
     def _ring_index(self, slots: Ints, positions: Ints) -> Ints:
         """Flat row numbers in rings[:, 0] of a [n_slots, L, ring_rows] array."""
         ring = self.layout.ring_rows
-        return slots * (self.layout.n_layers * ring) + positions % ring
+        return slots * (self.ring_layers * ring) + positions % ring
 
     def _segments(self, rows: _Rows, tables: Ints) -> list[Segment]:
         # A sequence of m rows may be stored before it attends iff ring >= W + m - 1.

@@ -42,7 +42,8 @@ class KvState:
     `blocks` is uint8 [n_blocks, block_bytes], `rings` uint8 [n_slots, L, ring_rows,
     swa_row_bytes] (slot of position p is p mod ring_rows), `tails` [n_slots, n_tail_sources,
     tail_rows, 2, head_dim] in the accumulate dtype (gate, value; row p mod tail_rows).
-    A fresh state is zero, or NaN everywhere with `poison=True`.
+    A fresh state is zero, or NaN everywhere with `poison=True`. With `encoder_only` there are rings
+    of the encoder layers alone (L = n_enc) and a slot can be exported only as such.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class KvState:
         device: str | torch.device = "cpu",
         *,
         poison: bool = False,
+        encoder_only: bool = False,
     ) -> None:
         self.config = config
         self.layout = layout
@@ -62,7 +64,8 @@ class KvState:
         self.device = torch.device(device)
         self.tail_dtype = Precision.of(numerics).accumulate
         u8, block_shape = torch.uint8, (n_blocks, layout.block_bytes)
-        ring_shape = (n_slots, layout.n_layers, layout.ring_rows, layout.swa_row_bytes)
+        n_layers = layout.n_encoder_layers if encoder_only else layout.n_layers
+        ring_shape = (n_slots, n_layers, layout.ring_rows, layout.swa_row_bytes)
         self.blocks = torch.zeros(block_shape, dtype=u8, device=self.device)
         self.rings = torch.zeros(ring_shape, dtype=u8, device=self.device)
         self.tails = torch.zeros(
@@ -82,6 +85,16 @@ class KvState:
     @property
     def n_slots(self) -> int:
         return self.rings.shape[0]
+
+    @property
+    def ring_layers(self) -> int:
+        """Layers that have rings here: all, or those of the encoder half."""
+        return self.rings.shape[1]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes allocated for one slot: its rings and tails."""
+        return self.rings[0].nbytes + self.tails[0].nbytes
 
     # ---- blocks ----------------------------------------------------------------------------
 
@@ -159,7 +172,10 @@ class KvState:
     # ---- inside ----------------------------------------------------------------------------
 
     def _n_layers(self, layers: Layers) -> int:
-        return self.layout.n_layers if layers == "all" else self.layout.n_encoder_layers
+        wanted = self.layout.n_layers if layers == "all" else self.layout.n_encoder_layers
+        if wanted > self.ring_layers:
+            raise StateError(f"slot of {wanted} layers: this state has rings of {self.ring_layers}")
+        return wanted
 
     def _tail_rows(self, length: int) -> list[int]:
         first = length - self.layout.tail_history_rows

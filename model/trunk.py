@@ -20,7 +20,7 @@ from headrace.model.params import LayerParams, MixParams, ParamBuilder
 from headrace.model.plan import CallPlan, HalfPlan, Planner
 from headrace.model.rows import RowBatch, RowResult
 from headrace.model.state import KvState
-from headrace.model.weights import random_tensors, random_weights_id
+from headrace.model.weights import RandomTensors, random_weights_id
 
 
 @dataclass
@@ -90,8 +90,10 @@ class Trunk(nn.Module):
         *,
         token_map: NDArray[np.int64] | None = None,
         compute_dtype: torch.dtype | None = None,
+        encoder_only: bool = False,
     ) -> Trunk:
-        """Seeded random weights, equal on every platform.
+        """Seeded random weights, equal on every platform; only the tensors that the build needs
+        are drawn.
 
         Without `token_map` ids are folded modulo `engram_compressed_vocab_size`.
         """
@@ -99,13 +101,14 @@ class Trunk(nn.Module):
             token_map = np.arange(config.vocab_size) % config.engram_compressed_vocab_size
         return cls(
             config,
-            random_tensors(config, seed),
+            RandomTensors(config, seed),
             numerics,
             device,
             token_map=token_map,
             weights_id=random_weights_id(config, seed, token_map),
             masked_token_ids=masked_token_ids,
             compute_dtype=compute_dtype,
+            encoder_only=encoder_only,
         )
 
     def forward(self, batch: RowBatch, state: KvState, *, capture: bool = False) -> RowResult:
@@ -119,7 +122,13 @@ class Trunk(nn.Module):
         captured = Capture() if capture else None
         with torch.inference_mode():
             ratios = tuple(sorted({s.ratio for s in state.layout.sources}))
-            planner = Planner(state.layout, ratios, self.config.engram_max_ngram_size, self.device)
+            planner = Planner(
+                state.layout,
+                ratios,
+                self.config.engram_max_ngram_size,
+                self.device,
+                state.ring_layers,
+            )
             plan = planner.plan(batch)
             self._check_limits(batch, plan, state)
             run = _Call(self, state, plan, captured)
@@ -143,8 +152,11 @@ class Trunk(nn.Module):
 
     def _check_limits(self, batch: RowBatch, plan: CallPlan, state: KvState) -> None:
         ids, c = plan.history, self.config
-        if self.encoder_only and plan.decoder is not None:
-            raise BatchError("decoder: found decoder rows, this model holds the encoder half only")
+        if plan.decoder is not None:
+            if self.encoder_only:
+                raise BatchError("decoder: found rows, this model holds the encoder half only")
+            if state.ring_layers < self.config.num_hidden_layers:
+                raise BatchError("decoder: found rows, this state holds the encoder half only")
         if ids.max() >= c.vocab_size or ids.min() < -1 or ids[:, 0].min() < 0:
             raise BatchError(f"history_ids: found outside 0..{c.vocab_size - 1} (-1 = before)")
         longest = max(s.longest for s in plan.encoder.segments)

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -140,6 +140,28 @@ def random_tensor(spec: TensorSpec, seed: int) -> torch.Tensor:
     else:
         values = 0.1 * normal
     return torch.from_numpy(values.astype(np.float32).reshape(spec.shape))
+
+
+class RandomTensors(Mapping[str, torch.Tensor]):
+    """Checkpoint name -> float32 tensor, drawn anew at every look-up and held by nobody here.
+
+    `drawn` lists the names looked up, in order: what a build read."""
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self._specs = {spec.name: spec for spec in tensor_specs(config)}
+        self._seed = seed
+        self.drawn: list[str] = []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        spec = self._specs[name]
+        self.drawn.append(name)
+        return random_tensor(spec, self._seed)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
 
 
 def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
