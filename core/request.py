@@ -76,7 +76,12 @@ class GenRequest:
             raise InvalidRequest("one digest per complete block of the prompt is needed")
         if any(len(d) != DIGEST_BYTES for d in (self.chain_root, *self.digests)):
             raise InvalidRequest(f"a digest has {DIGEST_BYTES} bytes")
-        if self.images and self.images[-1].end > len(self.token_ids):
+        last_end = 0
+        for span in self.images:
+            if span.start < last_end:
+                raise InvalidRequest("image spans must be in order and apart")
+            last_end = span.end
+        if last_end > len(self.token_ids):
             raise InvalidRequest("an image span ends after the prompt")
         if self.max_tokens < 1:
             raise InvalidRequest(

@@ -25,6 +25,7 @@ from headrace.engine.jobs import (
 )
 from headrace.engine.llm import LLM, Completion
 from headrace.engine.load import load_engine, resolve_numerics
+from headrace.engine.pictures import Picture, spans_to_run
 from headrace.engine.settings import EngineSettings, Half
 
 __all__ = [
@@ -43,10 +44,12 @@ __all__ = [
     "Half",
     "Job",
     "NotANumber",
+    "Picture",
     "RowsDone",
     "SequenceFailed",
     "TokenSampled",
     "WindowDone",
     "load_engine",
     "resolve_numerics",
+    "spans_to_run",
 ]

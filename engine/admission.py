@@ -34,9 +34,6 @@ def blocks_to_reserve(request: GenRequest, half: Half) -> int:
 def check_job(job: Job, half: Half, limits: ModelLimits, settings: EngineSettings) -> None:
     """Raises `InvalidRequest` for what can never run here, `ValueError` for an owner's mistake."""
     request = job.request
-    if request.images:
-        # Run as text they would give blocks that lie under the digests of a picture.
-        raise InvalidRequest("this engine runs no pictures", param="messages")
     _check_ids(request.token_ids, limits.vocab_size)
     _check_ids(job.generated_ids, limits.vocab_size)
     total = request.n_tokens + (request.max_tokens if half is Half.FULL else 0)

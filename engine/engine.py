@@ -6,16 +6,20 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from headrace.core.card import ModelCard
 from headrace.core.chain import BLOCK_TOKENS
 from headrace.core.clock import SYSTEM_CLOCK, Clock
 from headrace.core.ids import Digest, JobKey
+from headrace.core.images import ImageSpan
 from headrace.core.rows import Geometry, RowPlan, StartKind
 from headrace.engine.admission import ModelLimits
 from headrace.engine.blocks import BlockPool
 from headrace.engine.fills import FillGuard
 from headrace.engine.jobs import Admission, EngineStats, Event, Fill, Job
 from headrace.engine.lease import Resources, SlotPool
+from headrace.engine.pictures import PictureRows, check_pictures, unpack_picture
 from headrace.engine.runner import Runner
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState
@@ -137,33 +141,52 @@ class Engine:
         finally:
             guard.leave(fill.ticket, fill.block, complete=writer.complete)
 
-    def start(self, key: JobKey, plan: RowPlan, window: Buffer | None = None) -> bool:
+    def start(
+        self,
+        key: JobKey,
+        plan: RowPlan,
+        window: Buffer | None = None,
+        pictures: PictureRows | None = None,
+    ) -> bool:
         """Let the rows of `plan` run. All fills below `plan.write_floor` are done and none is in
-        flight; `window` is the record at `plan.window_position` when `plan.kind` is WINDOW.
+        flight; `window` is the record at `plan.window_position` when `plan.kind` is WINDOW;
+        `pictures` has the rows (`unpack_picture`) of every span with a row in the plan.
 
         A smaller hit than admitted is legal (damaged fill): blocks from the write floor on are
         then computed here. False: the sequence was released or failed meanwhile. Raises
-        `ValueError` for a plan, window or fill that does not fit and `Overloaded` as
+        `ValueError` for a plan, window, picture or fill that does not fit and `Overloaded` as
         `Scheduler.start` tells; nothing changed then."""
         needs_window = plan.kind is StartKind.WINDOW and plan.encoder_rows > 0
         size = self.state.layout.window_record_bytes
         if needs_window and (window is None or len(window) != size):
             raise ValueError(f"{key}: a start from a window needs its record of {size} bytes")
+        request = self.scheduler.request(key)
+        if request is not None:
+            check_pictures(request, plan, pictures or {}, self.model)
         sequence = self.scheduler.start(key, plan)
         if sequence is None:
             return False
         lease = sequence.lease
         if needs_window and window is not None:
             self.state.write_window(lease.slot, plan.window_position, window)
-        self.runner.open(lease.slot, sequence.ids, lease.blocks)
+        spans = sequence.request.images
+        self.runner.open(lease.slot, sequence.ids, lease.blocks, spans, pictures)
         return True
+
+    def unpack_picture(self, span: ImageSpan, payload: Buffer) -> torch.Tensor:
+        """The rows of a span from the payload of its `mm` object, for `start`; from any thread.
+
+        Raises `StateError` for a payload that is not exactly that."""
+        return unpack_picture(self.model, span, payload)
 
     def release(self, key: JobKey) -> None:
         """Close the sequence's lease; idempotent, in any state, also in the middle of its rows.
 
         The slot is free at once. Blocks with a committed digest stay resident and evictable,
         others are free; those with a fill in flight follow when it ends."""
-        self.scheduler.release(key)
+        sequence = self.scheduler.release(key)
+        if sequence is not None:
+            self.runner.close(sequence.lease.slot)
 
     # ---- the loop --------------------------------------------------------------------------
 

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-from headrace.core.chain import TokenIds, as_token_ids, block_digests, root_digest
+from headrace.core.chain import TokenIds, as_token_ids, root_digest
 from headrace.core.deployment import Deployment
 from headrace.core.errors import HeadraceError, InvalidRequest
 from headrace.core.ids import JobKey, new_request_id
+from headrace.core.images import span_block_digests
 from headrace.core.request import FinishReason, GenRequest, HandoffMode, Sampling
 from headrace.core.rows import plan_decode
 from headrace.engine.engine import Engine
 from headrace.engine.jobs import Event, Job, SequenceFailed, TokenSampled
 from headrace.engine.load import load_engine
+from headrace.engine.pictures import Picture
 from headrace.engine.settings import EngineSettings, Half
 from headrace.model import package_tokenizer
 
@@ -44,6 +46,7 @@ class Completion:
 class _Running:
     request: GenRequest
     number: int  # place of the prompt in the call
+    pictures: Sequence[Picture]
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -89,17 +92,22 @@ class LLM:
         max_tokens: int = 64,
         *,
         stop_token_ids: Sequence[int] | None = None,
+        pictures: Sequence[Sequence[Picture]] | None = None,
         on_event: EventHook | None = None,
     ) -> list[Completion]:
         """Complete all prompts, in their order. Greedy by default; stops at EOS by default.
 
+        `pictures`: those of each prompt, whose ids then hold one token a row in each span. Raises
+        `StateError` for rows of another model.
+
         `on_event(engine, event)` sees every event while the blocks that it names can be read
         (`engine.state.read_block`) and the slot still holds its windows. Raises the error of the
         first sequence that fails; nothing stays admitted then."""
+        shown = pictures if pictures is not None else [()] * len(prompts)
         waiting = [
-            _Running(self._request(prompt, one, max_tokens, stop_token_ids), number)
-            for number, (prompt, one) in enumerate(
-                zip(prompts, _per_prompt(sampling, len(prompts)), strict=True)
+            _Running(self._request(prompt, one, max_tokens, stop_token_ids, seen), number, seen)
+            for number, (prompt, one, seen) in enumerate(
+                zip(prompts, _per_prompt(sampling, len(prompts)), shown, strict=True)
             )
         ]
         running: dict[JobKey, _Running] = {}
@@ -128,15 +136,17 @@ class LLM:
         sampling: Sampling,
         max_tokens: int,
         stop_token_ids: Sequence[int] | None,
+        pictures: Sequence[Picture],
     ) -> GenRequest:
         ids = self.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
+        spans = tuple(picture.span for picture in pictures)
         stops = (self._eos,) if stop_token_ids is None else tuple(stop_token_ids)
         return GenRequest(
             request_id=new_request_id(),
             epoch=0,
             token_ids=ids,
             chain_root=self._root,
-            digests=block_digests(self._root, ids),
+            digests=span_block_digests(self._root, ids, spans),
             keep_tokens=self.keep_tokens,
             max_tokens=max_tokens,
             sampling=sampling,
@@ -144,6 +154,7 @@ class LLM:
             mode=HandoffMode.EXACT,
             domain="offline",
             deadline_s=0.0,
+            images=spans,
         )
 
     def _admit(self, waiting: list[_Running], running: dict[JobKey, _Running]) -> None:
@@ -154,9 +165,13 @@ class LLM:
                 if not running:
                     raise HeadraceError("an empty engine has no room for a request that fits it")
                 return
-            running[request.key] = waiting.pop()
+            running[request.key] = one = waiting.pop()
             plan = plan_decode(request.n_tokens, 0, request.keep_tokens, (), self.engine.geometry)
-            self.engine.start(request.key, plan)
+            rows = {
+                picture.span.digest: self.engine.unpack_picture(picture.span, picture.payload)
+                for picture in one.pictures
+            }
+            self.engine.start(request.key, plan, None, rows)
 
     def _take(
         self, event: TokenSampled, running: dict[JobKey, _Running], done: dict[int, Completion]

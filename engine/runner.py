@@ -18,8 +18,10 @@ from headrace.core.chain import BLOCK_TOKENS, TokenIds
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.core.ids import JobKey
+from headrace.core.images import ImageSpan
 from headrace.engine.errors import NotANumber
 from headrace.engine.finite import FiniteCheck
+from headrace.engine.pictures import PictureRows, PictureTable
 from headrace.engine.plan import Segment, SegmentResult, StepPlan, StepResult
 from headrace.engine.sampler import sample
 from headrace.model import KvState, RowBatch, RowResult, Trunk
@@ -58,13 +60,28 @@ class Runner:
         # Ids lie behind max_ngram - 1 places that say "before the start of the text".
         self._ids = np.full((state.n_slots, width + self._history), -1, dtype=np.int64)
         self._tables = np.full((state.n_slots, state.n_blocks), -1, dtype=np.int64)
+        dtype = trunk.precision.accumulate
+        self._pictures = PictureTable(state.n_slots, width, trunk.config.hidden_size, dtype)
 
-    def open(self, slot: int, ids: TokenIds, blocks: list[int]) -> None:
-        """Take a slot into use for a sequence with these known tokens and blocks."""
+    def open(
+        self,
+        slot: int,
+        ids: TokenIds,
+        blocks: list[int],
+        spans: tuple[ImageSpan, ...] = (),
+        pictures: PictureRows | None = None,
+    ) -> None:
+        """Take a slot into use for a sequence with these known tokens, blocks and picture spans;
+        `pictures` has the rows of those spans that will run."""
+        self._pictures.open(slot, spans, pictures or {})
         pad = self._history - 1
         self._ids[slot, pad : pad + len(ids)] = np.frombuffer(ids, dtype=np.uint32)
         self._tables[slot] = -1
         self._tables[slot, : len(blocks)] = blocks
+
+    def close(self, slot: int) -> None:
+        """Drop what is held for a slot beside the state. Idempotent."""
+        self._pictures.close(slot)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Never raises for what one sequence did: its `SegmentResult` carries the error.
@@ -152,12 +169,19 @@ class Runner:
         positions = np.arange(len(sequence)) - first_row[sequence] + starts[sequence]
         back = np.arange(self._history)
         places = positions[:, None] + (self._history - 1) - back
-        history = self._ids[slots[sequence][:, None], places]
+        row_slots = slots[sequence][:, None]
+        history = self._ids[row_slots, places]
         width = -(-int(ends.max()) // BLOCK_TOKENS)
         row = {name: torch.from_numpy(columns[i][sequence]) for i, name in _ROW_COLUMNS.items()}
         return RowBatch(
             history_ids=torch.from_numpy(history),
-            history_image=torch.zeros(history.shape, dtype=torch.bool),  # text only so far
+            history_image=torch.from_numpy(
+                self._pictures.mask(row_slots, positions[:, None] - back)
+            ),
+            embeddings=self._pictures.embeddings(
+                len(positions),
+                list(zip(first_row.tolist(), slots.tolist(), starts, ends, strict=True)),
+            ),
             positions=torch.from_numpy(positions),
             sequence=torch.from_numpy(sequence),
             block_tables=torch.from_numpy(self._tables[slots, :width]),

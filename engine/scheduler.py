@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from headrace.core.chain import BLOCK_TOKENS
 from headrace.core.errors import Overloaded
 from headrace.core.ids import JobKey
+from headrace.core.request import GenRequest
 from headrace.core.rows import Geometry, RowPlan, StartKind, record_positions
 from headrace.engine.admission import ModelLimits, blocks_to_reserve, check_job, check_plan
 from headrace.engine.errors import EngineDamaged
@@ -129,6 +130,11 @@ class Scheduler:
         self._pending = [event for event in self._pending if event.key != key]
         sequence.lease.close()
         return sequence
+
+    def request(self, key: JobKey) -> GenRequest | None:
+        """The request of an admitted sequence."""
+        sequence = self._sequences.get(key)
+        return sequence.request if sequence is not None else None
 
     def sequences(self) -> Iterator[Sequence]:
         """All admitted and not yet released."""

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from headrace.core.chain import BLOCK_TOKENS, TokenIds, next_digest
 from headrace.core.ids import Digest, JobKey
+from headrace.core.images import span_extras
 from headrace.core.request import FinishReason, GenRequest
 from headrace.core.rows import RowPlan
 from headrace.core.states import StateTable
@@ -60,6 +61,7 @@ class DigestChain:
     def __init__(self, request: GenRequest, ids: TokenIds) -> None:
         self._ids = ids
         self._root = request.chain_root
+        self._extras = span_extras(request.images)
         self._digests = list(request.digests)
 
     def __getitem__(self, index: int) -> Digest:
@@ -70,7 +72,8 @@ class DigestChain:
             begin = len(self._digests) * BLOCK_TOKENS
             parent = self._digests[-1] if self._digests else self._root
             block = self._ids[begin : begin + BLOCK_TOKENS].tobytes()
-            self._digests.append(next_digest(parent, block))
+            extras = self._extras.get(len(self._digests), b"")
+            self._digests.append(next_digest(parent, block, extras))
         return self._digests[index]
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
 
 from headrace.core.chain import as_token_ids
 from headrace.core.errors import ConfigError, InvalidRequest, Overloaded
-from headrace.core.images import ImageSpan
 from headrace.core.request import GenRequest
 from headrace.core.rows import Geometry, plan_decode, plan_prefill
 from headrace.engine import EngineSettings, Half, Job
@@ -149,13 +147,3 @@ def test_mistakes_of_the_owner_are_refused(
 def test_settings_name_key_bound_and_value(values: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineSettings(**values)
-
-
-def test_pictures_are_refused(new_scheduler: NewScheduler, new_request: NewRequest) -> None:
-    """Run as text, a request with a picture would leave wrong blocks under a picture's digest."""
-    span = ImageSpan(4, 6, new_request(128).digests[0])
-    request = dataclasses.replace(new_request(200), images=(span,))
-    scheduler = new_scheduler()
-    with pytest.raises(InvalidRequest, match="no pictures"):
-        scheduler.admit(Job(request, NO_IDS, 0))
-    assert scheduler.resources.slots.n_free == 4
