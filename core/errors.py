@@ -127,6 +127,15 @@ class ReplicaLost(HeadraceError):
     code = "replica_lost"
 
 
+class PicturesMissing(HeadraceError):
+    """Rows of a picture that a run needs are not in the store, or do not verify. Another attempt
+    has them made again first."""
+
+    status = 503
+    type = "unavailable_error"
+    code = "pictures_missing"
+
+
 class StateDamaged(HeadraceError):
     """Bytes that a hand-off promised did not verify and could not be made again in time."""
 
@@ -168,6 +177,7 @@ ERRORS_BY_CODE: dict[str, type[HeadraceError]] = {
         DeadlineExceeded,
         Cancelled,
         ReplicaLost,
+        PicturesMissing,
         StateDamaged,
         ConfigError,
         WireError,

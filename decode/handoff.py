@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from headrace.core.chain import BLOCK_TOKENS, TokenIds, block_digests
 from headrace.core.ids import Digest, JobKey
+from headrace.core.images import span_extras
 from headrace.core.messages import BlocksReady, JobFailed, Place, PrefillDone, WindowReady
 from headrace.core.request import GenRequest
 from headrace.core.rows import GRAIN, Geometry, RowPlan, floor_grain, plan_decode, plan_resume
@@ -165,7 +166,8 @@ def known_digests(request: GenRequest, generated_ids: TokenIds) -> tuple[Digest,
     parent = request.digests[-1] if request.digests else None
     known = request.token_ids + generated_ids
     begin = len(request.digests)
-    return request.digests + block_digests(request.chain_root, known, begin, parent)
+    extras = span_extras(request.images)
+    return request.digests + block_digests(request.chain_root, known, begin, parent, extras)
 
 
 def make_plan(

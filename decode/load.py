@@ -18,8 +18,8 @@ from headrace.core.messages import BlocksReady, Place, WindowReady
 from headrace.core.rows import GRAIN, RowPlan, StartKind
 from headrace.decode.handoff import TERMINAL, Counts, make_plan, window_candidates
 from headrace.decode.jobs import Job
-from headrace.engine import Engine
-from headrace.kvstore import StoreClient
+from headrace.engine import Engine, PictureRows, spans_to_run
+from headrace.kvstore import Kind, StoreClient, read_objects
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +128,22 @@ class Loader:
         window = job.windows.get(plan.window_position) if plan.kind is StartKind.WINDOW else None
         job.windows.clear()
         return plan, window
+
+    async def pictures(self, job: Job, plan: RowPlan) -> PictureRows:
+        """Rows of the pictures that `plan` runs through; they stay leased for the job.
+
+        Raises `PicturesMissing` when one is gone or damaged, and `StateError` for one that is not
+        what the request says."""
+        spans = spans_to_run(job.request, plan)
+        if not spans:
+            return {}
+        began_s = self._clock.now_s()
+        wanted = [span.digest for span in spans]
+        payloads = await read_objects(self._store, Kind.MM, wanted, job.key)
+        rows = await asyncio.to_thread(self._engine.unpack_pictures, spans, payloads)
+        job.stages.load_s += self._clock.now_s() - began_s
+        job.stages.load_bytes += sum(map(len, payloads.values()))
+        return rows
 
     # ---- inside ----------------------------------------------------------------------------
 

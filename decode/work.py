@@ -20,6 +20,7 @@ from headrace.core.errors import (
     DeadlineExceeded,
     HeadraceError,
     Overloaded,
+    PicturesMissing,
     ReplicaLost,
     Unavailable,
     from_code,
@@ -63,7 +64,7 @@ from headrace.kvstore import Kind, StoreClient
 
 log = logging.getLogger(__name__)
 
-_RETRYABLE = (ReplicaLost, Overloaded, faults.InjectedFault)
+_RETRYABLE = (ReplicaLost, Overloaded, PicturesMissing, faults.InjectedFault)
 
 
 class Decoder:
@@ -241,9 +242,10 @@ class Decoder:
             self._loader.blocks(job, ready)
         await job.told.wait()
         job.plan, window = await self._loader.finish(job)
+        pictures = await self._loader.pictures(job, job.plan)
         job.stages.started_s = self._clock.now_s()
         job.advance(DecodeEvent.STARTED)  # before the call: events may come before it returns
-        await self._driver.call(self._engine.start, job.key, job.plan, window)
+        await self._driver.call(self._engine.start, job.key, job.plan, window, pictures)
         if job.source is not None:
             job.source.post(HandoffAck(job.key))
         await self._store.release(job.key, Kind.KV)

@@ -25,7 +25,7 @@ from headrace.engine.jobs import (
 )
 from headrace.engine.llm import LLM, Completion
 from headrace.engine.load import load_engine, resolve_numerics
-from headrace.engine.pictures import Picture, spans_to_run
+from headrace.engine.pictures import Picture, PictureRows, spans_to_run
 from headrace.engine.settings import EngineSettings, Half
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "Job",
     "NotANumber",
     "Picture",
+    "PictureRows",
     "RowsDone",
     "SequenceFailed",
     "TokenSampled",

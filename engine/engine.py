@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-
-import torch
 
 from headrace.core.card import ModelCard
 from headrace.core.chain import BLOCK_TOKENS
@@ -19,7 +17,7 @@ from headrace.engine.blocks import BlockPool
 from headrace.engine.fills import FillGuard
 from headrace.engine.jobs import Admission, EngineStats, Event, Fill, Job
 from headrace.engine.lease import Resources, SlotPool
-from headrace.engine.pictures import PictureRows, check_pictures, unpack_picture
+from headrace.engine.pictures import PictureRows, check_pictures, unpack_pictures
 from headrace.engine.runner import Runner
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState
@@ -150,7 +148,7 @@ class Engine:
     ) -> bool:
         """Let the rows of `plan` run. All fills below `plan.write_floor` are done and none is in
         flight; `window` is the record at `plan.window_position` when `plan.kind` is WINDOW;
-        `pictures` has the rows (`unpack_picture`) of every span with a row in the plan.
+        `pictures` has the rows (`unpack_pictures`) of every span with a row in the plan.
 
         A smaller hit than admitted is legal (damaged fill): blocks from the write floor on are
         then computed here. False: the sequence was released or failed meanwhile. Raises
@@ -173,11 +171,15 @@ class Engine:
         self.runner.open(lease.slot, sequence.ids, lease.blocks, spans, pictures)
         return True
 
-    def unpack_picture(self, span: ImageSpan, payload: Buffer) -> torch.Tensor:
-        """The rows of a span from the payload of its `mm` object, for `start`; from any thread.
+    def unpack_pictures(
+        self, spans: Sequence[ImageSpan], payloads: Mapping[Digest, Buffer]
+    ) -> PictureRows:
+        """The rows of `spans` from the payloads of their `mm` objects, for `start`; from any
+        thread.
 
-        Raises `StateError` for a payload that is not exactly that."""
-        return unpack_picture(self.model, span, payload)
+        Raises `PicturesMissing` without one of them, `StateError` for one that is not exactly the
+        rows of its span."""
+        return unpack_pictures(self.model, spans, payloads)
 
     def release(self, key: JobKey) -> None:
         """Close the sequence's lease; idempotent, in any state, also in the middle of its rows.

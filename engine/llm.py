@@ -167,10 +167,8 @@ class LLM:
                 return
             running[request.key] = one = waiting.pop()
             plan = plan_decode(request.n_tokens, 0, request.keep_tokens, (), self.engine.geometry)
-            rows = {
-                picture.span.digest: self.engine.unpack_picture(picture.span, picture.payload)
-                for picture in one.pictures
-            }
+            payloads = {picture.span.digest: picture.payload for picture in one.pictures}
+            rows = self.engine.unpack_pictures(request.images, payloads)
             self.engine.start(request.key, plan, None, rows)
 
     def _take(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.core.errors import PicturesMissing
 from headrace.core.ids import Digest
 from headrace.core.images import ImageSpan, spans_within
 from headrace.core.request import GenRequest
@@ -44,6 +45,17 @@ def unpack_picture(trunk: Trunk, span: ImageSpan, payload: Buffer) -> torch.Tens
         hidden_size=trunk.config.hidden_size,
         dtype=trunk.precision.accumulate,
     )
+
+
+def unpack_pictures(
+    trunk: Trunk, spans: Sequence[ImageSpan], payloads: Mapping[Digest, Buffer]
+) -> PictureRows:
+    """Rows of all `spans`; from any thread. Raises `PicturesMissing` if a payload is not there and
+    `StateError` as `unpack_picture` does."""
+    missing = {span.digest for span in spans} - payloads.keys()
+    if missing:
+        raise PicturesMissing(f"rows of {len(missing)} pictures are not in the store")
+    return {span.digest: unpack_picture(trunk, span, payloads[span.digest]) for span in spans}
 
 
 def check_pictures(request: GenRequest, plan: RowPlan, pictures: PictureRows, trunk: Trunk) -> None:

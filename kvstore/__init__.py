@@ -13,6 +13,7 @@ from headrace.kvstore.client import StoreClient
 from headrace.kvstore.embedded import EmbeddedRedis, embedded_valkey
 from headrace.kvstore.index import Hits, IndexReader
 from headrace.kvstore.members import Beat, MemberBoard
+from headrace.kvstore.reading import read_objects
 from headrace.kvstore.salts import SaltBook
 from headrace.kvstore.server import run_store
 from headrace.kvstore.settings import Kind, StoreSettings, StoreStat, Tier
@@ -30,5 +31,6 @@ __all__ = [
     "StoreStat",
     "Tier",
     "embedded_valkey",
+    "read_objects",
     "run_store",
 ]

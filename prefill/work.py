@@ -21,6 +21,7 @@ from headrace.core.errors import (
     DeadlineExceeded,
     HeadraceError,
     Overloaded,
+    PicturesMissing,
     ReplicaLost,
     Unavailable,
 )
@@ -43,12 +44,14 @@ from headrace.engine import (
     EngineSettings,
     Event,
     Fill,
+    PictureRows,
     RowsDone,
     SequenceFailed,
     WindowDone,
+    spans_to_run,
 )
 from headrace.engine import Job as EngineJob
-from headrace.kvstore import StoreClient
+from headrace.kvstore import Kind, StoreClient, read_objects
 from headrace.prefill.jobs import (
     TERMINAL,
     Counts,
@@ -63,7 +66,7 @@ from headrace.prefill.seal import SEAL_BATCH, Sealer
 
 log = logging.getLogger(__name__)
 
-_RETRYABLE = (ReplicaLost, Overloaded, faults.InjectedFault)
+_RETRYABLE = (ReplicaLost, Overloaded, PicturesMissing, faults.InjectedFault)
 
 
 class Prefiller:
@@ -219,8 +222,9 @@ class Prefiller:
             plan, window = await self._plan(job, verify=True)
         self.counts.hit_blocks += job.hit_blocks
         if plan.encoder_rows:
+            pictures = await self._pictures(job, plan)
             job.advance(JobEvent.STARTED)  # before the call: events may come before it returns
-            await self._driver.call(self._engine.start, job.key, plan, window)
+            await self._driver.call(self._engine.start, job.key, plan, window, pictures)
             await self._produce(job, plan)
         else:
             job.advance(JobEvent.ALL_STORED)
@@ -254,6 +258,14 @@ class Prefiller:
                 return plan, payload or None
             candidates = [c for c in candidates if c[0] < position]
         return plan_prefill(n_tokens, hit, keep_tokens, (), geometry), None
+
+    async def _pictures(self, job: Job, plan: RowPlan) -> PictureRows:
+        """Rows of the pictures that `plan` runs through, leased for the job. Raises
+        `PicturesMissing` when one is gone or damaged."""
+        spans = spans_to_run(job.request, plan)
+        wanted = [span.digest for span in spans]
+        payloads = await read_objects(self._store, Kind.MM, wanted, job.key)
+        return await asyncio.to_thread(self._engine.unpack_pictures, spans, payloads)
 
     def _read_window(self, place: Place, digest: Digest) -> bytes | None:
         buffer = bytearray(place.payload_bytes)

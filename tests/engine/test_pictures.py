@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace.core.chain import TOKEN_TYPE, as_token_ids
-from headrace.core.errors import InvalidRequest
+from headrace.core.errors import InvalidRequest, PicturesMissing
 from headrace.core.ids import Digest
 from headrace.core.images import ImageSpan, span_block_digests
 from headrace.core.request import GenRequest
@@ -170,10 +170,13 @@ def test_payloads_are_checked(new_engine: NewEngine, t1: Trunk) -> None:
     engine = new_engine(Half.ENCODER)
     span = ImageSpan(0, PICTURE_ROWS, Digest(bytes(32)))
     rows = picture(0, t1)
-    assert torch.equal(engine.unpack_picture(span, pack_rows(rows)), rows)
+    payload = {span.digest: pack_rows(rows)}
+    assert torch.equal(engine.unpack_pictures([span], payload)[span.digest], rows)
+    with pytest.raises(PicturesMissing, match="rows of 1 pictures"):
+        engine.unpack_pictures([span], {})
     for wrong in (rows[:-1], rows[:, :-1], rows.float()):
         with pytest.raises(StateError, match="picture rows"):
-            engine.unpack_picture(span, pack_rows(wrong.contiguous()))
+            engine.unpack_pictures([span], {span.digest: pack_rows(wrong.contiguous())})
 
 
 def test_spans_out_of_order_are_no_request(new_request: NewRequest, t1: Trunk) -> None:
