@@ -45,6 +45,7 @@ class ModelCard:
     bos_token_id: int
     eos_token_id: int
     image_token_id: int
+    state_bytes: int = 0  # largest object of hand-off mode `state`
 
     @property
     def geometry(self) -> Geometry:

@@ -13,7 +13,8 @@ NUMERICS = ("auto", "invariant", "fast")  # auto: invariant on CPU, fast on GPU
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Shared settings. `keep_tokens` 0 stands for the model's default W + 12."""
+    """Shared settings. `keep_tokens` 0 stands for the model's default W + 12, and
+    `replay_depth_tokens` (mode `replay` only) 0 for W."""
 
     model: str = "t2"
     seed: int = 0
@@ -21,6 +22,7 @@ class Deployment:
     device: str = "cpu"
     keep_tokens: int = 0
     handoff_mode: HandoffMode = HandoffMode.EXACT
+    replay_depth_tokens: int = 0
     local_prefill_rows: int = 512
     record_spacing_tokens: int = 8192  # window records every so many tokens of a long run
     wire: WireLimits = WireLimits()
@@ -30,10 +32,12 @@ class Deployment:
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:
             raise ConfigError(f"numerics must be one of {NUMERICS}, got {self.numerics!r}")
-        if self.handoff_mode is not HandoffMode.EXACT:
-            raise ConfigError(f"handoff_mode {self.handoff_mode} is not offered; only exact is")
+        if not isinstance(self.handoff_mode, HandoffMode):
+            modes = ", ".join(HandoffMode)
+            raise ConfigError(f"handoff_mode must be one of {modes}, got {self.handoff_mode!r}")
         for name, least in (
             ("keep_tokens", 0),
+            ("replay_depth_tokens", 0),
             ("local_prefill_rows", 0),
             ("record_spacing_tokens", 128),
         ):
@@ -48,3 +52,14 @@ class Deployment:
     def keep_for(self, window_tokens: int) -> int:
         """The keep in force for a model's window: the configured one, or W + 12."""
         return self.keep_tokens or window_tokens + 12
+
+    def depth_for(self, window_tokens: int) -> int | None:
+        """Rows of a replay in mode `replay`: the configured ones, or W; None in other modes."""
+        if self.handoff_mode is not HandoffMode.REPLAY:
+            return None
+        return self.replay_depth_tokens or window_tokens
+
+    @property
+    def exactness(self) -> str:
+        """The class of the namespace that this deployment writes."""
+        return "replayed" if self.handoff_mode is HandoffMode.REPLAY else "exact"

@@ -78,7 +78,10 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class BlocksReady:
-    """Blocks [first_block, first_block + len(digests)) are sealed and leased for `key`."""
+    """Blocks [first_block, first_block + len(digests)) are sealed and leased for `key`.
+
+    Digests are those of the request's chain, or (mode `replay`) of its exact one: which tells in
+    which namespace the bytes lie."""
 
     key: JobKey
     first_block: int
@@ -106,6 +109,7 @@ class PrefillDone:
     encoder_rows: int
     hit_tokens: int
     run_s: float
+    decoder_rows: int = 0  # mode `state` only
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,8 @@ class StageTimes:
     start_kind: str = "cold"
     decode_s: float = 0.0  # first token until the last
     committed_blocks: int = 0
+    resident_tokens: int = 0  # of hit_tokens, those that stood in the engine before
+    exactness: str = "exact"  # class of what was computed: exact | replayed
 
 
 @dataclass(frozen=True, slots=True)

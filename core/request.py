@@ -68,6 +68,7 @@ class GenRequest:
     images: tuple[
         ImageSpan, ...
     ] = ()  # pictures of the prompt, in order; the mask comes from these
+    exact_root: Digest | None = None  # mode `replay`: root of the same chain in the exact namespace
 
     def __post_init__(self) -> None:
         if not self.token_ids:

@@ -36,6 +36,8 @@ class StartKind(StrEnum):
     COLD = "cold"  # position 0
     WINDOW = "window"  # a stored window record
     REPLAY = "replay"  # exact replay: rows enough to rebuild every window
+    BOUNDED = "bounded"  # fewer rows than that: approximate, and never exact again
+    STATE = "state"  # no row: another engine's state was taken over
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,16 @@ class RowPlan:
 
 
 def _start(
-    latest: int, windows: Iterable[int], geometry: Geometry
+    latest: int, windows: Iterable[int], geometry: Geometry, depth_tokens: int | None = None
 ) -> tuple[int, StartKind, int, int]:
-    """(start, kind, window position, encoder floor) for a latest start R."""
+    """(start, kind, window position, encoder floor) for a latest start R. With a depth: that many
+    rows before R whatever is stored, rounded down to even."""
+    if depth_tokens is not None:
+        start = max(0, latest - depth_tokens)
+        start -= start % 2
+        whole = latest - start >= geometry.replay_rows
+        kind = StartKind.REPLAY if whole else StartKind.BOUNDED
+        return (start, kind, 0, start) if start else (0, StartKind.COLD, 0, 0)
     for x in windows:
         if x % GRAIN or x < 0:
             raise ValueError(f"a window record lies at a multiple of {GRAIN}, got {x}")
@@ -121,16 +130,23 @@ def _check(n_tokens: int, hit_tokens: int, keep_tokens: int, geometry: Geometry)
 
 
 def plan_decode(
-    n_tokens: int, hit_tokens: int, keep_tokens: int, windows: Iterable[int], geometry: Geometry
+    n_tokens: int,
+    hit_tokens: int,
+    keep_tokens: int,
+    windows: Iterable[int],
+    geometry: Geometry,
+    *,
+    depth_tokens: int | None = None,
 ) -> RowPlan:
     """Rows that a decode replica (or the `all` engine) runs for a prompt of N tokens.
 
     `windows`: positions of usable window records; 0 need not be named. A cold run is the same with
-    hit 0. Raises `ValueError` on a hit that is not a multiple of 128 or exceeds N."""
+    hit 0. `depth_tokens` (mode `replay`): start = max(0, R - depth), without windows.
+    Raises `ValueError` on a hit that is not a multiple of 128 or exceeds N."""
     _check(n_tokens, hit_tokens, keep_tokens, geometry)
     first = max(0, n_tokens - keep_tokens)
     latest = max(0, min(hit_tokens, first))
-    start, kind, window, floor = _start(latest, tuple(windows), geometry)
+    start, kind, window, floor = _start(latest, tuple(windows), geometry, depth_tokens)
     return RowPlan(start, n_tokens, first, hit_tokens, floor, first, kind, window)
 
 
@@ -140,19 +156,28 @@ def record_position(n_tokens: int, keep_tokens: int) -> int:
 
 
 def plan_prefill(
-    n_tokens: int, hit_tokens: int, keep_tokens: int, windows: Iterable[int], geometry: Geometry
+    n_tokens: int,
+    hit_tokens: int,
+    keep_tokens: int,
+    windows: Iterable[int],
+    geometry: Geometry,
+    *,
+    depth_tokens: int | None = None,
 ) -> RowPlan:
     """Encoder rows that a prefill replica runs: complete blocks from the hit H0 to floor(N), and
     the window record at p. No decoder rows. When all blocks are stored only the rows up to p run;
-    when the record is stored too the plan is empty (start == end)."""
+    when the record is stored too the plan is empty (start == end). With `depth_tokens` (mode
+    `replay`) no record is made and the run starts that many rows before R."""
     _check(n_tokens, hit_tokens, keep_tokens, geometry)
     p = record_position(n_tokens, keep_tokens)
     known = tuple(windows)
     all_stored = hit_tokens == floor_grain(n_tokens)
     end = p if all_stored else floor_grain(n_tokens)
+    if all_stored and depth_tokens is not None:
+        known = (p,)  # nobody will ask for a record
     if all_stored and (p == 0 or p in known):
         return RowPlan(p, p, p, hit_tokens, 0, p, StartKind.WINDOW if p else StartKind.COLD, p)
-    start, kind, window, floor = _start(min(hit_tokens, p), known, geometry)
+    start, kind, window, floor = _start(min(hit_tokens, p), known, geometry, depth_tokens)
     return RowPlan(start, end, end, hit_tokens, floor, end, kind, window)
 
 
@@ -162,6 +187,8 @@ def plan_resume(
     first_decoder_row: int,
     windows: Iterable[int],
     geometry: Geometry,
+    *,
+    depth_tokens: int | None = None,
 ) -> RowPlan:
     """Rows that rebuild a sequence of M known tokens (the newest included) after a decode death.
 
@@ -172,10 +199,18 @@ def plan_resume(
     reach = w + (geometry.n_decoder_layers - 1) * (w - 1)
     decoder_start = max(first_decoder_row, known_tokens - reach)
     latest = max(0, min(hit_tokens, decoder_start))
-    start, kind, window, floor = _start(latest, tuple(windows), geometry)
+    start, kind, window, floor = _start(latest, tuple(windows), geometry, depth_tokens)
     return RowPlan(
         start, known_tokens, decoder_start, hit_tokens, floor, decoder_start, kind, window
     )
+
+
+def plan_adopted(n_tokens: int, keep_tokens: int, geometry: Geometry) -> RowPlan:
+    """No row: the state at N of another engine with the same keep is taken over (mode `state`)."""
+    _check(n_tokens, 0, keep_tokens, geometry)
+    first = max(0, n_tokens - keep_tokens)
+    hit = floor_grain(n_tokens)
+    return RowPlan(n_tokens, n_tokens, n_tokens, hit, 0, first, StartKind.STATE, 0)
 
 
 def wants_prefill(plan: RowPlan, n_tokens: int, keep_tokens: int, local_prefill_rows: int) -> bool:

@@ -33,7 +33,7 @@ REFUSED = {
         "deployment: {record_spacing_tokens: 200}",
         "record_spacing_tokens must be a multiple of 128, got 200",
     ),
-    "mode that is not offered": ("deployment: {handoff_mode: replay}", "only exact is"),
+    "depth": ("deployment: {replay_depth_tokens: -1}", "replay_depth_tokens must be an integer"),
     "mode that does not exist": ("deployment: {handoff_mode: magic}", "must be one of exact"),
     "no mapping": ("router: 8000", "router must be a mapping, got int 8000"),
     "list": ("- 1", "x.yaml must hold a mapping of keys, got a list"),

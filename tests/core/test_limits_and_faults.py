@@ -14,7 +14,7 @@ from headrace.core.deployment import Deployment
 from headrace.core.errors import ConfigError, InvalidRequest, LimitExceeded, Overloaded, from_code
 from headrace.core.limits import EdgeLimits, Limit, WireLimits
 from headrace.core.records import RequestRecord
-from headrace.core.request import HandoffMode, Sampling
+from headrace.core.request import Sampling
 
 N = Limit("n", 1, 4, "choices")
 
@@ -54,7 +54,8 @@ def test_sizes_name_the_bound_and_the_size() -> None:
         lambda: Deployment(local_prefill_rows=-1),
         lambda: Deployment(record_spacing_tokens=100),
         lambda: Deployment(record_spacing_tokens=129),
-        lambda: Deployment(handoff_mode=HandoffMode.STATE),
+        lambda: Deployment(handoff_mode="replay"),  # type: ignore[arg-type]
+        lambda: Deployment(replay_depth_tokens=-1),
         lambda: EdgeLimits(messages="many"),  # type: ignore[arg-type]
     ],
 )

@@ -11,6 +11,7 @@ from headrace.core.rows import (
     Geometry,
     StartKind,
     floor_grain,
+    plan_adopted,
     plan_decode,
     plan_prefill,
     plan_resume,
@@ -160,3 +161,33 @@ def test_records_of_a_run_cover_the_next_turns_start() -> None:
     assert record_positions(768, 1000, 140, 8192) == (896,)
     assert record_positions(0, 20_000, 140, 8192)[:2] == (8192, 16_384)
     assert record_positions(0, 100, 44, 8192) == ()
+
+
+def test_a_bounded_replay_starts_a_depth_before_the_latest_start() -> None:
+    t1 = Geometry(32, 6, 6)
+    for depth, start, kind in (
+        (32, 864, StartKind.BOUNDED),  # R = H = 896, below F = 956
+        (33, 862, StartKind.BOUNDED),  # down to even
+        (184, 712, StartKind.BOUNDED),
+        (185, 710, StartKind.REPLAY),  # 186 = 6 * 31 rows: all windows are whole again
+        (896, 0, StartKind.COLD),
+        (2000, 0, StartKind.COLD),
+    ):
+        plan = plan_decode(1000, 896, 44, (896,), t1, depth_tokens=depth)
+        assert (plan.start, plan.kind, plan.encoder_floor) == (start, kind, start)
+        assert (plan.window_position, plan.write_floor, plan.decoder_start) == (0, 896, 956)
+
+
+def test_a_bounded_prefill_makes_no_record_and_runs_nothing_for_one() -> None:
+    t1 = Geometry(32, 6, 6)
+    plan = plan_prefill(1000, 896, 44, (), t1, depth_tokens=32)
+    assert plan.encoder_rows == 0
+    plan = plan_prefill(1000, 512, 44, (512,), t1, depth_tokens=32)
+    assert (plan.start, plan.end, plan.write_floor) == (480, 896, 512)
+    assert plan_prefill(1000, 0, 44, (), t1, depth_tokens=32).kind is StartKind.COLD
+
+
+def test_an_adopted_state_runs_no_row() -> None:
+    plan = plan_adopted(301, 44, Geometry(32, 6, 6))
+    assert (plan.encoder_rows, plan.decoder_rows, plan.start) == (0, 0, 301)
+    assert (plan.write_floor, plan.decoder_floor, plan.encoder_floor) == (256, 257, 0)

@@ -30,11 +30,12 @@ from headrace.core.messages import (
     TokenItem,
 )
 from headrace.core.peers import Peer, introduce
-from headrace.core.request import FinishReason, GenRequest
+from headrace.core.request import FinishReason, GenRequest, Sampling
 from headrace.engine import LLM, EngineSettings
 from headrace.kvstore import EmbeddedRedis, embedded_valkey
 
 TOKEN = "a token of tests, 32 characters.."
+GREEDY = Sampling()
 
 
 @pytest.fixture(scope="session")
@@ -65,19 +66,25 @@ class Yardstick:
         self.layout = self._llm.engine.state.layout
 
     async def text(
-        self, prompt: Sequence[int], max_tokens: int, keep_tokens: int | None = None
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        keep_tokens: int | None = None,
+        sampling: Sampling = GREEDY,
     ) -> tuple[int, ...]:
         keep_tokens = keep_tokens or self.keep_tokens
-        asked = (tuple(prompt), keep_tokens)
+        asked = (tuple(prompt), keep_tokens, sampling)
         async with self._turn:
             if len(self._known.get(asked, ())) < max_tokens:
                 # In a thread: a loop that stands still looks like a dead store and dead peers.
                 self._known[asked] = await asyncio.to_thread(self._run, *asked, max_tokens)
         return self._known[asked][:max_tokens]
 
-    def _run(self, prompt: tuple[int, ...], keep_tokens: int, max_tokens: int) -> tuple[int, ...]:
+    def _run(
+        self, prompt: tuple[int, ...], keep_tokens: int, sampling: Sampling, max_tokens: int
+    ) -> tuple[int, ...]:
         self._llm.keep_tokens = keep_tokens
-        (done,) = self._llm.generate([prompt], max_tokens=max_tokens, stop_token_ids=())
+        (done,) = self._llm.generate([prompt], sampling, max_tokens, stop_token_ids=())
         return done.token_ids
 
 
