@@ -63,7 +63,7 @@ def plan_regions(settings: StoreSettings) -> tuple[Region, ...]:
     sizes = {kind: slot_bytes(size) for kind, size in settings.payload_bytes().items()}
     if settings.share(Kind.KV) <= 0:
         raise ConfigError("window_share and picture_share must leave room for blocks")
-    slots = {
+    slots: dict[Kind, int] = {
         kind: int(settings.arena_bytes * settings.share(kind)) // size
         for kind, size in sizes.items()
         if kind is not Kind.KV

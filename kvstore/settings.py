@@ -87,9 +87,9 @@ class StoreSettings:
 
     def share(self, kind: Kind) -> float:
         """The part of the arena that goes to `kind`; blocks take what the others leave."""
-        shares = {Kind.SWA: self.window_share, Kind.MM: self.picture_share}
-        used = {kind: shares[kind] for kind in self.payload_bytes() if kind is not Kind.KV}
-        return used.get(kind, 1.0 - sum(used.values()))
+        pictures = self.picture_share if self.picture_bytes else 0.0
+        others: dict[Kind, float] = {Kind.SWA: self.window_share, Kind.MM: pictures}
+        return others.get(kind, 1.0 - sum(others.values()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 from headrace.core.clock import FakeClock
 from headrace.core.ids import BootId, Digest, JobKey, RequestId
 from headrace.core.states import Visibility, VisibilityEvent
-from headrace.kvstore.arena import Region, create_arena
+from headrace.kvstore.arena import Reading, Region, create_arena
 from headrace.kvstore.layout import NO_DIGEST, ObjectFacts, SlotHeader, checksum
 from headrace.kvstore.objects import DiskPlace, Saving
 from headrace.kvstore.records import ARENA_SEGMENT
@@ -76,7 +76,7 @@ class World:
         entry = self.state.find(Kind.KV, NS, digest(number))
         place = None if entry is None else self.state.place(entry)
         dest = bytearray(SIZE)
-        if place is None or not self.arena.read(place, NS, digest(number), dest):
+        if place is None or self.arena.read(place, NS, digest(number), dest) is not Reading.GOOD:
             return None
         return bytes(dest)
 
@@ -283,7 +283,8 @@ class Machine(RuleBasedStateMachine):
         self.open: list = []
         self.writing: list = []
         self.loading: list = []
-        self.held: dict[JobKey, dict[int, None]] = {}
+        # by owner and object: whether it must be readable (a lease may outlive the arena copy)
+        self.held: dict[JobKey, dict[int, bool]] = {}
         self.until: dict[JobKey, float] = {}
         self.over: dict[JobKey, float] = {}
         self.damaged: set[int] = set()
@@ -293,7 +294,8 @@ class Machine(RuleBasedStateMachine):
         now = self.world.clock.now_s()
         if self.over.get(owner, 0) > now:
             return
-        self.held.setdefault(owner, {})[number] = None
+        entry = self.world.state.find(Kind.KV, NS, digest(number))
+        self.held.setdefault(owner, {})[number] = entry.slot is not None
         self.until[owner] = now + 30
 
     @rule(number=NUMBERS, owner=OWNERS, connection=CONNECTIONS)
@@ -384,8 +386,7 @@ class Machine(RuleBasedStateMachine):
         self.world.arena.payload(region, slot, SIZE)[:] = content(entry.facts.block)
         self.world.state.loaded(entry, slot, sound=sound)
         self.world.state.unpin(entry)
-        if sound is False:
-            self._lost(entry.facts.block)
+        self._changed(entry.facts.block)
 
     @rule(number=NUMBERS)
     def damage_and_doom(self, number: int) -> None:
@@ -395,16 +396,21 @@ class Machine(RuleBasedStateMachine):
             return
         self.world.arena.payload(*self.world.arena.locate(place.offset), SIZE)[0] ^= 1
         assert self.world.state.doom(place, NS, digest(number))
-        self._lost(number)
+        self._changed(number)
 
     @rule(segment=st.integers(0, 2))
     def recycle(self, segment: int) -> None:
         if self.world.state.segment_is_free(segment):
             self.world.state.drop_segment(segment)
 
-    def _lost(self, number: int) -> None:
+    def _changed(self, number: int) -> None:
+        """Damage or a load: the object is gone, has lost its arena copy, or has one again."""
+        entry = self.world.state.find(Kind.KV, NS, digest(number))
         for held in self.held.values():
-            held.pop(number, None)
+            if number in held and entry is not None:
+                held[number] = entry.slot is not None
+            elif entry is None:
+                held.pop(number, None)
         self.held = {owner: held for owner, held in self.held.items() if held}
 
     @invariant()
@@ -419,8 +425,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def what_is_held_is_readable(self) -> None:
         for held in self.held.values():
-            for number in held:
-                assert self.world.reads(number) == content(number)
+            for number, readable in held.items():
+                assert not readable or self.world.reads(number) == content(number)
 
     @invariant()
     def the_leases_are_those_of_the_model(self) -> None:
