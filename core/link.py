@@ -49,13 +49,15 @@ class Link:
         """Send one message; returns when the socket buffer took it.
 
         Raises `ConnectionError` when the peer is gone or took nothing for `send_s`."""
-        if self.closed:
+        if self.closed or self._writer.is_closing():
             raise ConnectionResetError("the link is closed")
         frame = self._codec.encode(self._table.encode(message))
         action = faults.hit("link.send")
         if action == "drop":
             return
         async with self._send_lock:
+            if self._writer.is_closing():  # while we waited for our turn; uvloop would raise
+                raise ConnectionResetError("the link is closed")
             self._writer.write(frame if action != "duplicate" else frame * 2)
             try:
                 # Not wait_for: on Python 3.11 it swallows a cancellation that arrives as it ends.
@@ -69,7 +71,8 @@ class Link:
         """Queue one message without waiting, for callers inside callbacks. Drops it silently when
         the link is closed: whoever must know watches the link's end. A peer that leaves more than
         `unsent_bytes` untaken is cut off, so that a stopped one costs bounded memory."""
-        if not self.closed:
+        # is_closing: the peer may be gone before our reader knows, and uvloop then raises.
+        if not self.closed and not self._writer.is_closing():
             self._writer.write(self._codec.encode(self._table.encode(message)))
             if self._writer.transport.get_write_buffer_size() > self._limits.unsent_bytes:
                 log.warning(

@@ -276,7 +276,7 @@ class Ticket:
 
     async def _send(self) -> None:
         assert self.decode is not None
-        left_s = max(0.001, self._deadline_s - self._loop.time())
+        left_s = min(self._base.deadline_s, max(0.001, self._deadline_s - self._loop.time()))
         request = replace(self._base, epoch=self.epoch, deadline_s=left_s)
         number = {charge.replica: charge.dispatch for charge in self._charges}
         name = self.prefill.name if self.prefill is not None else ""

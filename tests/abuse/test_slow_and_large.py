@@ -38,7 +38,7 @@ class Socket:
             self.writer.write(data.encode() if isinstance(data, str) else data)
             await asyncio.wait_for(self.writer.drain(), 10)
             return True
-        except (ConnectionError, TimeoutError):
+        except (ConnectionError, TimeoutError, RuntimeError):  # the last is uvloop's way
             return False
 
     async def status(self, seconds: float = 5.0) -> int | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvloop
 
 from headrace.core.card import Member, Role
 from headrace.core.deployment import Deployment
@@ -205,6 +206,13 @@ class Rig:
         for replica in (*self.decodes, *self.prefills):
             await replica.stop()
         await self.board.close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """A router is tested on the loop that it runs on; it differs from asyncio's in what closed
+    transports do."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="session")

@@ -74,12 +74,17 @@ async def test_a_resumed_answer_calls_nothing_cached_that_it_computed(rigs: Any)
 
 async def test_a_decode_that_gives_up_in_the_middle_is_resumed_elsewhere(rigs: Any) -> None:
     async with rigs(decodes=2) as rig:
+        events: list[asyncio.Event] = []
         for decode in rig.decodes:
             decode.script.fail, decode.script.fail_after = FAILED, 4
+            event, decode.script.gate = rig.gate_at(0)  # until it is known who is asked first
+            events.append(event)
         task = asyncio.create_task(rig.read_stream(BODY))
         await rig.until(lambda: any(d.jobs for d in rig.decodes))
         first = next(d for d in rig.decodes if d.jobs)
         next(d for d in rig.decodes if d is not first).script.fail = None
+        for event in events:
+            event.set()
         assert await task == (REFERENCE, ["stop", "[DONE]"])
         assert rig.records()[-1]["resumes"] == 1
 
