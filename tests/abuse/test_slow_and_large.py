@@ -296,3 +296,12 @@ async def test_half_closed_is_gone(rig: Any) -> None:
     gate.set()
     sock.close()
     await rig.pulse()
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(rig: Any) -> None:
+    sock = await Socket.open(rig.port)
+    await sock.send(HEAD + "content-length: 100\r\n\r\n{")
+    await rig.until(lambda: rig.router.desk.open_requests == 1)
+    sock.close()
+    await rig.until(rig.nothing_held, 1.0)
+    await rig.pulse()
