@@ -25,6 +25,7 @@ POINTS = frozenset(
         "decode.load",
         "decode.first_token",
         "decode.token",
+        "vision.encode",
         "store.seal",
         "store.segment_write",
         "store.before_sync",

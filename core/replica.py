@@ -1,7 +1,7 @@
 """The outer life of a replica's process: what it says of itself, its socket, its routers, its end.
 
-Rooms of roles lie side by side and may not import each other; what prefill and decode (and later
-vision) have in common around their engines lies here. It knows no engine, no store and no Redis.
+Rooms of roles lie side by side and may not import each other; what prefill, decode and vision have
+in common around their engines lies here. It knows no engine, no store and no Redis.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.core.card import Member, ModelCard, Role
+from headrace.core.card import Member, ModelCard, Role, VisionCard
 from headrace.core.errors import HeadraceError
 from headrace.core.ids import new_boot_id
 from headrace.core.messages import Drain, Hello, LoadReport
@@ -55,6 +55,7 @@ class ReplicaShell:
         self.boot_id = new_boot_id()
         self.address = role.listen
         self.card: ModelCard | None = None
+        self.vision: VisionCard | None = None
         self._on_left = on_left
         self._on_drain = on_drain
         self._dispatches: dict[Peer, int] = {}
@@ -89,6 +90,7 @@ class ReplicaShell:
             max_rows_per_step=self.sizes.max_rows_per_step,
             n_blocks=self.sizes.n_blocks,
             n_slots=self.sizes.n_slots,
+            vision=self.vision,
         )
 
     def dispatched(self, router: Peer, dispatch: int) -> None:
@@ -105,9 +107,9 @@ class ReplicaShell:
     async def listen(self) -> None:
         self.address = await self.server.listen(self.role.listen)
 
-    def warm(self, card: ModelCard) -> None:
+    def warm(self, card: ModelCard, vision: VisionCard | None = None) -> None:
         """The model is loaded and jobs may come. A drain that came first stays a drain."""
-        self.card = card
+        self.card, self.vision = card, vision
         self._step(ReplicaEvent.WARM)
 
     def every(self, seconds: float, act: Callable[[], Awaitable[None]]) -> None:

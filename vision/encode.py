@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace.core import faults
 from headrace.core.ids import Digest
 from headrace.core.images import ImageGrid, ImageHeader, ImageLimits, image_digest
 from headrace.model.errors import StateError
@@ -57,6 +58,11 @@ class ImageEncoder:
         Every payload is checked before it leaves: shape, dtype, finite values. Memory grows with
         the patches of all pictures together, which the caller bounds."""
         rows = self.tower.encode_batch([picture.pixels for picture in pictures])
+        match faults.hit("vision.encode"):
+            case "nan":
+                rows[0][0, 0] = torch.nan
+            case "flip":
+                rows[0] = rows[0][:-1]
         return [self._encoded(*pair) for pair in zip(pictures, rows, strict=True)]
 
     def _encoded(self, picture: PreparedImage, rows: torch.Tensor) -> EncodedImage:
