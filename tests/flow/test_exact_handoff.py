@@ -14,6 +14,7 @@ once (`test_the_default_run_covers`); the whole product takes half an hour:
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -21,8 +22,9 @@ from itertools import product
 import pytest
 import torch
 
-from headrace.core.chain import as_token_ids, block_digests
+from headrace.core.chain import TOKEN_TYPE, as_token_ids
 from headrace.core.ids import Digest, JobKey, RequestId
+from headrace.core.images import ImageSpan, span_block_digests
 from headrace.core.request import FinishReason, GenRequest, HandoffMode, Sampling
 from headrace.core.rows import (
     Geometry,
@@ -43,11 +45,14 @@ from headrace.engine import (
     SequenceFailed,
     TokenSampled,
     WindowDone,
+    spans_to_run,
 )
 from headrace.model import Numerics, SlotState, Trunk, load_named
 
 ROOT = Digest(bytes(range(32)))
 MAX_TOKENS = 4
+PICTURE_ROWS = 22
+IMAGE_TOKEN_ID = 4001
 WINDOWS = {"t1": 32, "t2": 128}
 EXACT_HALO = {"t1": 187, "t2": 763}
 
@@ -78,10 +83,12 @@ class Case:
     keep_tokens: int
     hits: str
     record: bool
+    pictures: tuple[int, ...] = ()  # where spans begin
 
     def __str__(self) -> str:
         record = "record" if self.record else "no record"
-        return f"{self.config}-N{self.n_tokens}-keep{self.keep_tokens}-{self.hits}-{record}"
+        seen = f"-pictures{self.pictures}" if self.pictures else ""
+        return f"{self.config}-N{self.n_tokens}-keep{self.keep_tokens}-{self.hits}-{record}{seen}"
 
 
 def lengths(config: str) -> list[int]:
@@ -108,6 +115,20 @@ def default_cases() -> list[Case]:
         for hits in ("cold prefill", "prefill finds all"):
             cases.append(Case(config, 1000, keeps(config)[0], hits, record=False))
     return cases
+
+
+def picture_cases() -> list[Case]:
+    """T1, keep 44: N = 500 with F = 456, H = p = start = 384 (198 without the record), and N = 512
+    with H = N and F = 468. Spans of 22 rows."""
+    # over a block's end; before start and ending at it; across start and H; across F; at N; at 0
+    places = [(118,), (300, 362), (376,), (446,), (478,), (0, 350, 372)]
+    cases = [
+        Case("t1", 500, 44, list(HITS)[place % 5], record, starts)
+        for place, starts in enumerate(places)
+        for record in (True, False)
+    ]
+    at_n = Case("t1", 512, 44, "cold prefill", True, (490,))
+    return [*cases, at_n, Case("t1", 512, 44, "decode loads one block", False, (122, 458))]
 
 
 def whole_product(config: str, n: int, keep: int) -> list[Case]:
@@ -140,12 +161,18 @@ class Run:
 def request(case: Case) -> GenRequest:
     draw = random.Random(7)
     ids = as_token_ids([draw.randrange(16, 3900) for _ in range(case.n_tokens)])
+    spans = tuple(
+        ImageSpan(start, PICTURE_ROWS, Digest(bytes([number + 1] * 32)))
+        for number, start in enumerate(case.pictures)
+    )
+    for span in spans:
+        ids[span.start : span.end] = array(TOKEN_TYPE, [IMAGE_TOKEN_ID] * span.n_tokens)
     return GenRequest(
         request_id=RequestId("r"),
         epoch=0,
         token_ids=ids,
         chain_root=ROOT,
-        digests=block_digests(ROOT, ids),
+        digests=span_block_digests(ROOT, ids, spans),
         keep_tokens=case.keep_tokens,
         max_tokens=MAX_TOKENS,
         sampling=Sampling(),
@@ -153,7 +180,17 @@ def request(case: Case) -> GenRequest:
         mode=HandoffMode.EXACT,
         domain="d",
         deadline_s=60.0,
+        images=spans,
     )
+
+
+@cache
+def picture_rows(digest: Digest, hidden_size: int) -> torch.Tensor:
+    """Seeded rows on the grid of 2^-16, as a tower gives them."""
+    generator = torch.Generator().manual_seed(digest[0])
+    shape = (PICTURE_ROWS, hidden_size)
+    rows = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.round(rows * 65536) / 65536
 
 
 def make_engine(
@@ -190,7 +227,10 @@ def run_engine(
     assert admission is not None
     for fill in admission.fills:
         assert engine.write_fill(fill, store[fill.digest])
-    assert engine.start(job.key, plan, window)
+    needed = spans_to_run(job, plan)  # rows of others are not there, and must not be missed
+    width = engine.model.config.hidden_size
+    pictures = {span.digest: picture_rows(span.digest, width) for span in needed}
+    assert engine.start(job.key, plan, window, pictures)
     original = engine.runner.run
 
     def counting(step):  # type: ignore[no-untyped-def]
@@ -240,9 +280,9 @@ def collect(engine: Engine, key: JobKey, run: Run) -> None:
 
 
 @cache
-def reference(trunk: Trunk, config: str, n: int, keep: int) -> Run:
+def reference(trunk: Trunk, config: str, n: int, keep: int, pictures: tuple[int, ...] = ()) -> Run:
     """The `all` engine, cold, with a window record at every grain."""
-    job = request(Case(config, n, keep, "", True))
+    job = request(Case(config, n, keep, "", True, pictures))
     engine = make_engine(trunk, Half.FULL, rows=512, backtrack_rows=6, spacing=128)
     plan = plan_decode(n, 0, keep, (), engine.geometry)
     run = run_engine(engine, job, 0, plan, {}, None)
@@ -260,7 +300,7 @@ def decode_plan(case: Case, geometry: Geometry) -> tuple[RowPlan, int]:
 
 
 def check(case: Case, trunk: Trunk) -> None:
-    wanted = reference(trunk, case.config, case.n_tokens, case.keep_tokens)
+    wanted = reference(trunk, case.config, case.n_tokens, case.keep_tokens, case.pictures)
     job = request(case)
     n_blocks = case.n_tokens // 128
     stored = {d: wanted.done_blocks[i] for i, d in enumerate(job.digests)}
@@ -318,6 +358,19 @@ def prefill_side(
 @pytest.mark.parametrize("case", default_cases(), ids=str)
 def test_handoff_equals_all(case: Case, trunks: dict[str, Trunk]) -> None:
     check(case, trunks[case.config])
+
+
+@pytest.mark.parametrize("case", picture_cases(), ids=str)
+def test_handoff_equals_all_with_pictures(case: Case, trunks: dict[str, Trunk]) -> None:
+    check(case, trunks[case.config])
+
+
+def test_picture_cases_lie_where_they_say() -> None:
+    geometry = Geometry(32, 6, 6)
+    for record, start in ((True, 384), (False, 198)):
+        plan, hit = decode_plan(Case("t1", 500, 44, "cold prefill", record), geometry)
+        assert (plan.start, plan.decoder_start, hit * 128) == (start, 456, 384)
+    assert record_position(500, 44) == 384
 
 
 @pytest.mark.slow
