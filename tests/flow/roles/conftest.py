@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import xxhash
 
 from headrace.core.card import ModelCard
 from headrace.core.chain import as_token_ids, block_digests, root_digest, window_digest
@@ -24,7 +25,7 @@ from headrace.core.deployment import Deployment
 from headrace.core.ids import Digest, RequestId, new_request_id
 from headrace.core.limits import LeaseTimes
 from headrace.core.peers import Peer
-from headrace.core.request import GenRequest, HandoffMode, Sampling
+from headrace.core.request import GenRequest, Sampling
 from headrace.core.role import RoleSettings
 from headrace.decode import DecodeReplica
 from headrace.engine import EngineSettings
@@ -67,7 +68,9 @@ class Cluster:
         stop: tuple[int, ...] = (),
         sampling: Sampling | None = None,
     ) -> GenRequest:
-        root = root_digest(self.card.namespace().digest(), domain.encode().ljust(32, b"."))
+        deployment, salt = self.prefill.role.deployment, domain.encode().ljust(32, b".")
+        exact_root = root_digest(self.card.namespace().digest(), salt)
+        root = root_digest(self.card.namespace(deployment.exactness).digest(), salt)
         ids = as_token_ids(list(prompt))
         return GenRequest(
             request_id=request_id or new_request_id(),
@@ -79,9 +82,10 @@ class Cluster:
             max_tokens=max_tokens,
             sampling=sampling or Sampling(),
             stop_token_ids=stop,
-            mode=HandoffMode.EXACT,
+            mode=deployment.handoff_mode,
             domain=domain,
             deadline_s=deadline_s,
+            exact_root=None if root == exact_root else exact_root,
         )
 
     async def handoff(
@@ -108,7 +112,7 @@ class Cluster:
 
     async def damage(self, kind: Kind, digest: Digest) -> None:
         """Flip one bit of a stored object in the arena, where every process maps it, and see that
-        it is no longer readable."""
+        its checksum no longer fits."""
         store = self.prefill.store
         if kind is Kind.KV:
             (place,) = await store.open_prefix([digest], None)
@@ -122,8 +126,10 @@ class Cluster:
         boot, arena = store._mapped
         assert boot == place.store
         region, slot = arena.locate(place.offset)
-        arena.payload(region, slot, place.payload_bytes)[place.payload_bytes // 3] ^= 0x10
-        assert not arena.read(place, self.card.namespace().digest(), own, None)
+        payload = arena.payload(region, slot, place.payload_bytes)
+        payload[place.payload_bytes // 3] ^= 0x10
+        # Not by reading it as a client: that would tell the store before the test does.
+        assert xxhash.xxh3_64_intdigest(payload) != place.checksum
 
     async def written(self) -> None:
         """All write-behind of the decode replicas has reached the store."""
@@ -241,8 +247,15 @@ def tag(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def roles(role_settings: Callable[..., RoleSettings], tag: str, yardstick: Any) -> Roles:
-    return functools.partial(role_settings, tag=tag, model=yardstick.model)
+def roles(
+    request: pytest.FixtureRequest,
+    role_settings: Callable[..., RoleSettings],
+    tag: str,
+    yardstick: Any,
+) -> Roles:
+    """The module may name settings of its deployment in DEPLOYMENT."""
+    options = getattr(request.module, "DEPLOYMENT", {})
+    return functools.partial(role_settings, tag=tag, model=yardstick.model, **options)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
