@@ -9,6 +9,7 @@ A digest is always the object's own: for a window record `core.chain.window_dige
 except in `StoreClient.open_windows`, whose candidates are block digests. No torch in this room.
 """
 
+from headrace.kvstore.classes import ClassStores
 from headrace.kvstore.client import StoreClient
 from headrace.kvstore.embedded import EmbeddedRedis, embedded_valkey
 from headrace.kvstore.index import Hits, IndexReader
@@ -20,6 +21,7 @@ from headrace.kvstore.settings import Kind, StoreSettings, StoreStat, Tier
 
 __all__ = [
     "Beat",
+    "ClassStores",
     "EmbeddedRedis",
     "Hits",
     "IndexReader",

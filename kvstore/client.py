@@ -18,7 +18,7 @@ from headrace.core.link import parse_address
 from headrace.core.messages import Place
 from headrace.kvstore.arena import Arena, Reading
 from headrace.kvstore.connection import Connection, StoreGone, attach
-from headrace.kvstore.layout import NO_DIGEST, Buffer, checksum, domain_tag
+from headrace.kvstore.layout import NO_DIGEST, Buffer, domain_tag
 from headrace.kvstore.messages import (
     Abandon,
     AskStat,
@@ -42,7 +42,8 @@ from headrace.kvstore.messages import (
 from headrace.kvstore.settings import Kind, StoreStat
 
 log = logging.getLogger(__name__)
-_BATCH = 256  # objects of one reserve and seal; what is sealed is out of the way of the next
+_BATCH = 256  # objects of one reserve and seal
+_BATCH_BYTES = 8 << 20
 _SHORT_S = 2.0  # longest wait for an answer that needs no I/O and no room
 _OPEN_S = 10.0  # longest wait for objects from SSD
 _BACKOFF_S = (0.02, 0.5)  # first and longest pause between attempts to attach
@@ -139,10 +140,11 @@ class StoreClient:
                 pause_s = min(pause_s * 2, _BACKOFF_S[1])
                 continue
             pause_s = _BACKOFF_S[0]
+            if self._mapped is None or self._mapped[0] != connection.boot:
+                self._leases.clear()  # they ended with the store that gave them
             self._connection = connection
             self._mapped = (connection.boot, connection.arena)
             self._reserved.clear()
-            self._leases.clear()
             self.attaches += 1
             self._attached.set()
             try:
@@ -275,16 +277,29 @@ class StoreClient:
         until_s = asyncio.get_running_loop().time() + wait_s
         tag = domain_tag(domain)
         before = parent or NO_DIGEST
-        for begin in range(0, len(items), _BATCH):
-            batch = items[begin : begin + _BATCH]
+        while len(places) < len(items):
+            batch = self._next_batch(kind, items, len(places))
             wishes = []
-            for number, (digest, payload) in enumerate(batch, begin):
+            for number, (digest, payload) in enumerate(batch, len(places)):
                 block = first_block + number if kind is Kind.KV else first_block
                 wishes.append(Wish(digest, before, block, memoryview(payload).nbytes))
                 before = digest if kind is Kind.KV else before
             left_s = max(0.0, until_s - asyncio.get_running_loop().time())
             places += await self._put_batch(kind, batch, tuple(wishes), tag, lease, left_s)
         return tuple(places)
+
+    def _next_batch(
+        self, kind: Kind, items: Sequence[tuple[Digest, Buffer]], begin: int
+    ) -> Sequence[tuple[Digest, Buffer]]:
+        """As many items as are copied in one go: not so many that the loop stands still, nor that
+        a batch waits for room which its own first part has reserved."""
+        region = None if self._connection is None else self._connection.arena.region(kind)
+        most = min(_BATCH, max(1, region.slots // 4)) if region is not None else _BATCH
+        end, total = begin, 0
+        while end < len(items) and end - begin < most and total < _BATCH_BYTES:
+            total += memoryview(items[end][1]).nbytes
+            end += 1
+        return items[begin:end]
 
     async def _put_batch(
         self,
@@ -312,7 +327,7 @@ class StoreClient:
             granted = [(i, grant) for i, grant in enumerate(answer.grants) if grant is not None]
             if granted:
                 written = tuple(
-                    Written(grant.reservation, _copy(connection.arena, grant.offset, batch[i][1]))
+                    Written(grant.reservation, connection.fill(grant.offset, batch[i][1]))
                     for i, grant in granted
                 )
                 sealed = await connection.ask(lambda call: Seal(call, written), Sealed, _OPEN_S)
@@ -377,16 +392,3 @@ class StoreClient:
     def _note(self, lease: JobKey | None, taken: bool) -> None:
         if lease is not None and taken:
             self._leases[lease] = self._clock.now_s() + self._lease_s
-
-
-def _copy(arena: Arena, offset: int, payload: Buffer) -> int:
-    """Copy into a granted slot; the checksum of the source, so that a torn copy does not verify."""
-    found = arena.locate(offset)
-    if found is None:
-        raise StoreGone  # a store that grants what it did not announce
-    source = memoryview(payload).cast("B")
-    region, slot = found
-    if source.nbytes > region.payload_bytes:
-        raise StoreGone
-    arena.payload(region, slot, source.nbytes)[:] = source
-    return checksum(source)

@@ -16,6 +16,7 @@ from headrace.core.ids import BootId
 from headrace.core.limits import WireLimits
 from headrace.core.link import Link, parse_address
 from headrace.kvstore.arena import Arena
+from headrace.kvstore.layout import Buffer, checksum
 from headrace.kvstore.messages import (
     STORE_MESSAGES,
     Abandon,
@@ -101,6 +102,18 @@ class Connection:
             self.abort()
             raise StoreGone
         return answer
+
+    def fill(self, offset: int, payload: Buffer) -> int:
+        """Copy a payload into a granted slot; the checksum of the source, so that a torn copy does
+        not verify. Raises `StoreGone` for a grant that is none."""
+        found = self.arena.locate(offset)
+        source = memoryview(payload).cast("B")
+        if found is None or source.nbytes > found[0].payload_bytes:
+            self.abort()
+            raise StoreGone
+        region, slot = found
+        self.arena.payload(region, slot, source.nbytes)[:] = source
+        return checksum(source)
 
     def _answer(self, message: Any) -> None:
         future = self._calls.pop(getattr(message, "call", 0), None)

@@ -77,6 +77,10 @@ class RedisLink:
             raise self._failed(error) from None
         except (RedisError, OSError, TimeoutError) as error:
             raise self._failed(error) from None
+        except Exception as error:
+            # A client library that stumbles over an answer must not take a store or a router down.
+            log.exception("a call to Redis failed in an unforeseen way")
+            raise self._failed(error) from None
         self._breaker.success()
         self.healthy = True
         self._said = False

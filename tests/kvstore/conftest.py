@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -303,8 +303,6 @@ def start_process(home: str) -> Iterator[Callable[..., StoreProcess]]:
     started: list[StoreProcess] = []
 
     def start(redis_url: str = "", fault: str = "", **changes: Any) -> StoreProcess:
-        from dataclasses import asdict
-
         log = Path(home) / f"process-{len(started)}.log"
         told = {
             "home": home,

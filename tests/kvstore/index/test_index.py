@@ -9,69 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 import redis
 
-from headrace.core.ids import Digest
-from headrace.kvstore import Hits, IndexReader, Kind, Tier, embedded_valkey
+from headrace.kvstore import Hits, Kind, Tier, embedded_valkey
 from headrace.kvstore.records import (
     IndexRecord,
     LiveStore,
     claim_key,
     digest_tail,
     record_key,
-    store_key,
     unpack_records,
 )
 
 pytestmark = pytest.mark.redis
 
 
-@pytest_asyncio.fixture
-async def reader_for():
-    made: list[IndexReader] = []
-
-    def make(url: str) -> IndexReader:
-        made.append(IndexReader(url))
-        return made[-1]
-
-    yield make
-    for reader in made:
-        await reader.close()
-
-
-@pytest.fixture
-def plain(valkey):
-    client = redis.Redis.from_url(valkey.url)
-    yield client
-    client.close()
-
-
-async def listed(client, wait_until) -> None:
-    """Wait until the store has told the index everything."""
-
-    async def told() -> bool:
-        stat = await client.stat()
-        return stat.index == "ok" and stat.index_unlisted == 0 and stat.pending == 0
-
-    await wait_until(told, "an index that is told everything")
-
-
-async def answer(reader, namespace, digests) -> Hits:
-    """A look-up that Redis answered: on a busy machine 50 ms may pass without that."""
-    for _ in range(100):
-        hits = await reader.hit_blocks(namespace, digests)
-        if reader.healthy:
-            return hits
-        await asyncio.sleep(0.1)
-    raise AssertionError("Redis did not answer")
-
-
-def chain(things, count: int) -> list[Digest]:
-    return [things.digest(number) for number in range(count)]
-
-
-async def test_hits_tiers_and_windows(listed_rig, things, valkey, reader_for, wait_until, plain):
+async def test_hits_tiers_and_windows(
+    listed_rig, things, valkey, reader_for, wait_until, plain, listed, answer, chain
+):
     await listed_rig.start()
     client, reader = await listed_rig.client(), reader_for(valkey.url)
     await client.put(Kind.KV, things.blocks(0, 1, 2, 4))
@@ -103,7 +58,7 @@ async def test_hits_tiers_and_windows(listed_rig, things, valkey, reader_for, wa
 
 
 async def test_host_is_listed_at_the_seal_and_ssd_after_the_sync(
-    listed_rig, things, valkey, reader_for, wait_until, plain
+    listed_rig, things, valkey, reader_for, wait_until, plain, answer, chain
 ):
     await listed_rig.start(group_s=20.0)
     client, reader = await listed_rig.client(), reader_for(valkey.url)
@@ -122,7 +77,9 @@ async def test_host_is_listed_at_the_seal_and_ssd_after_the_sync(
     assert await answer(reader, things.namespace, chain(things, 1)) == Hits()
 
 
-async def test_a_long_chain_is_one_look_up(listed_rig, things, valkey, reader_for, wait_until):
+async def test_a_long_chain_is_one_look_up(
+    listed_rig, things, valkey, reader_for, wait_until, listed, answer, chain
+):
     await listed_rig.start(arena_bytes=8 << 20, ssd_bytes=12 << 20)
     client, reader = await listed_rig.client(), reader_for(valkey.url)
     items = [(things.digest(number), b"%d" % number) for number in range(1200)]
@@ -132,7 +89,7 @@ async def test_a_long_chain_is_one_look_up(listed_rig, things, valkey, reader_fo
 
 
 async def test_a_killed_redis_costs_nothing_but_hits(
-    listed_rig, home, own_valkey, things, reader_for, wait_until, when_idle
+    listed_rig, home, own_valkey, things, reader_for, wait_until, when_idle, listed, answer, chain
 ):
     listed_rig.role = replace(listed_rig.role, redis_url=own_valkey.url)
     await listed_rig.start()
@@ -171,7 +128,7 @@ async def test_a_killed_redis_costs_nothing_but_hits(
 
 
 async def test_a_stopped_redis_is_not_waited_for(
-    listed_rig, own_valkey, things, reader_for, wait_until, when_idle
+    listed_rig, own_valkey, things, reader_for, wait_until, when_idle, listed, chain
 ):
     listed_rig.role = replace(listed_rig.role, redis_url=own_valkey.url)
     await listed_rig.start()
@@ -203,7 +160,7 @@ async def test_a_stopped_redis_is_not_waited_for(
 
 
 async def test_an_index_that_was_emptied_or_went_back_in_time_is_written_again(
-    listed_rig, things, valkey, reader_for, wait_until, plain
+    listed_rig, things, valkey, reader_for, wait_until, plain, listed, answer, chain
 ):
     await listed_rig.start()
     client, reader = await listed_rig.client(), reader_for(valkey.url)
@@ -227,7 +184,7 @@ async def test_an_index_that_was_emptied_or_went_back_in_time_is_written_again(
 
 
 async def test_keys_of_another_type_are_replaced_and_read_as_nothing(
-    listed_rig, things, valkey, reader_for, wait_until, plain
+    listed_rig, things, valkey, reader_for, wait_until, plain, listed, answer, chain
 ):
     reader = reader_for(valkey.url)
     for number in range(2):
@@ -252,7 +209,7 @@ async def test_keys_of_another_type_are_replaced_and_read_as_nothing(
 
 @pytest.mark.parametrize("state", ["password", "readonly", "full"])
 async def test_a_redis_that_refuses_is_as_good_as_none(
-    listed_rig, own_valkey, things, reader_for, when_idle, wait_until, state
+    listed_rig, own_valkey, things, reader_for, when_idle, wait_until, state, listed, chain
 ):
     url = own_valkey.url
     plain = redis.Redis.from_url(url)
@@ -286,7 +243,7 @@ async def test_a_redis_that_refuses_is_as_good_as_none(
 
 
 async def test_a_record_is_a_hint_and_the_store_decides(
-    listed_rig, things, valkey, reader_for, wait_until, plain
+    listed_rig, things, valkey, reader_for, wait_until, plain, listed, answer, chain
 ):
     """I4: records that point at nothing, at a shorter object, at another one; damaged values."""
     await listed_rig.start()
@@ -323,82 +280,3 @@ async def test_a_record_is_a_hint_and_the_store_decides(
     for value in (good, good[:39], good + b"x", b"", b"\xff" * 40, replace(lie, store=7).pack()):
         plain.set(key, value)
         assert (await answer(reader, things.namespace, chain(things, 3))).blocks == 2
-
-
-async def test_two_stores_of_one_index_keep_each_others_records(
-    listed_rig, home, valkey, things, reader_for, wait_until, plain
-):
-    """Claims gate persistence and nothing else; records of both places stand in one value."""
-    first = listed_rig
-    await first.start()
-    second = type(first)(
-        home,
-        replace(first.role, name="store-1", listen=f"unix://{home}/other.sock"),
-        replace(first.settings, directory=f"{home}/other"),
-    )
-    try:
-        await second.start()
-        one, two = await first.client(), await second.client()
-        await one.put(Kind.KV, things.blocks(0))
-        await listed(one, wait_until)
-        (place,) = await two.put(Kind.KV, things.blocks(0), lease=things.lease())
-        assert place is not None
-        await listed(two, wait_until)
-        assert (await one.stat()).ssd_objects == 1
-        stat = await two.stat()
-        assert (stat.ssd_objects, stat.unsaved, stat.arena_resident) == (0, 1, 1)
-        assert len(list(plain.scan_iter("kv:store:*"))) == 2
-        key = record_key(Kind.KV, things.namespace, things.digest(0))
-        assert len(unpack_records(plain.get(key))) == 3  # host and ssd there, host here
-        await one.close()
-        await first.stop()
-        reader = reader_for(valkey.url)
-        hits = await answer(reader, things.namespace, chain(things, 1))
-        assert hits == Hits(1, {Tier.HOST: 1}, ())
-        dest = bytearray(3000)
-        assert two.read_into(place, things.digest(0), dest) and bytes(dest) == things.payload(0)
-    finally:
-        await second.close()
-
-
-async def test_records_of_earlier_lives_are_swept(listed_rig, things, valkey, wait_until, plain):
-    await listed_rig.start()
-    client = await listed_rig.client()
-    await client.put(Kind.KV, things.blocks(0, 1))
-    await listed(client, wait_until)
-    (name,) = plain.scan_iter("kv:store:*")
-    number = int(name.rpartition(b":")[2])
-    key = record_key(Kind.KV, things.namespace, things.digest(1))
-    orphan = record_key(Kind.KV, things.namespace, things.digest(99))
-    foreign = replace(unpack_records(plain.get(key))[0], store=(number + 1) & 0xFFFF)
-    plain.set(orphan, plain.get(key) + foreign.pack())
-    await listed_rig.restart()
-
-    async def swept() -> bool:
-        return unpack_records(plain.get(orphan)) == (foreign,)
-
-    await wait_until(swept)
-    assert len(unpack_records(plain.get(key))) == 1
-    assert plain.exists(store_key(number))
-
-
-async def test_a_dropped_object_leaves_the_index(
-    listed_rig, things, valkey, reader_for, wait_until, plain
-):
-    """Recycling: records of a reused segment go, those of the rest stay."""
-    await listed_rig.start(arena_bytes=60_000, ssd_bytes=2 * (64 << 10), segment_bytes=64 << 10)
-    client, reader = await listed_rig.client(), reader_for(valkey.url)
-    for number in range(60):  # 15 slots a segment
-        key = things.lease(str(number))
-        assert None not in await client.put(Kind.KV, things.blocks(number), lease=key, wait_s=9)
-        await client.release(key)
-    await listed(client, wait_until)
-    stat = await client.stat()
-    assert stat.recycled >= 2 and stat.blocks < 60
-    for number in range(60):
-        found = len(await client.open_prefix([things.digest(number)], None))
-        await listed(client, wait_until)
-        hits = await answer(reader, things.namespace, [things.digest(number)])
-        assert hits.blocks == found, number
-    stat = await client.stat()
-    assert len(list(plain.scan_iter("kv:*"))) - 1 == stat.blocks
