@@ -32,9 +32,6 @@ class Deployment:
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:
             raise ConfigError(f"numerics must be one of {NUMERICS}, got {self.numerics!r}")
-        if not isinstance(self.handoff_mode, HandoffMode):
-            modes = ", ".join(HandoffMode)
-            raise ConfigError(f"handoff_mode must be one of {modes}, got {self.handoff_mode!r}")
         for name, least in (
             ("keep_tokens", 0),
             ("replay_depth_tokens", 0),

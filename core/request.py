@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from headrace.core.chain import BLOCK_TOKENS, TokenIds
+from headrace.core.chain import BLOCK_TOKENS, TokenIds, block_digests
 from headrace.core.errors import InvalidRequest
 from headrace.core.ids import DIGEST_BYTES, Digest, JobKey, RequestId
-from headrace.core.images import ImageSpan
+from headrace.core.images import ImageSpan, span_extras
 from headrace.core.limits import Limit
 
 
@@ -92,6 +92,13 @@ class GenRequest:
     @property
     def key(self) -> JobKey:
         return JobKey(self.request_id, self.epoch)
+
+    def exact_digests(self, known_ids: TokenIds) -> tuple[Digest, ...]:
+        """Digests of the complete blocks of `known_ids` (the prompt, or prompt and answer) in the
+        exact namespace; () where the request's own chain is that one already."""
+        if self.exact_root is None:
+            return ()
+        return block_digests(self.exact_root, known_ids, extras=span_extras(self.images))
 
     @property
     def n_tokens(self) -> int:

@@ -114,6 +114,8 @@ class Handoff:
     stand in the engine: resident before, or loaded and verified."""
 
     digests: tuple[Digest, ...]
+    exact_digests: tuple[Digest, ...] = ()  # mode `replay`: the same blocks in the exact namespace
+    exact: set[int] = field(default_factory=set)  # blocks whose told place holds exact bytes
     told: dict[int, Place] = field(default_factory=dict)
     here: set[int] = field(default_factory=set)
     damaged: set[int] = field(default_factory=set)
@@ -126,13 +128,21 @@ class Handoff:
         first, count = message.first_block, len(message.digests)
         if len(message.places) != count or first < 0:
             return None
-        if self.digests[first : first + count] != message.digests:
+        exact = bool(count) and self.exact_digests[first : first + count] == message.digests
+        if not exact and self.digests[first : first + count] != message.digests:
             return None
-        return [
+        news = [
             (index, place)
             for index, place in enumerate(message.places, start=first)
             if self._news(index, place)
         ]
+        numbers = {index for index, _ in news}
+        self.exact = self.exact | numbers if exact else self.exact - numbers
+        return news
+
+    def digest(self, index: int) -> Digest:
+        """The key under which the told place of a block was put."""
+        return self.exact_digests[index] if index in self.exact else self.digests[index]
 
     def _news(self, index: int, place: Place) -> bool:
         if index in self.here or self.told.get(index) == place:
@@ -176,12 +186,18 @@ def make_plan(
     hit_tokens: int,
     windows: tuple[int, ...],
     geometry: Geometry,
+    depth_tokens: int | None = None,
 ) -> RowPlan:
-    """The rows of a first attempt, or those of a resume when tokens were generated before."""
+    """The rows of a first attempt, or those of a resume when tokens were generated before.
+    `depth_tokens` as in `plan_decode`."""
     if n_generated:
         known = request.n_tokens + n_generated
-        return plan_resume(known, hit_tokens, request.first_decoder_row, windows, geometry)
-    return plan_decode(request.n_tokens, hit_tokens, request.keep_tokens, windows, geometry)
+        first = request.first_decoder_row
+        return plan_resume(known, hit_tokens, first, windows, geometry, depth_tokens=depth_tokens)
+    n_tokens, keep_tokens = request.n_tokens, request.keep_tokens
+    return plan_decode(
+        n_tokens, hit_tokens, keep_tokens, windows, geometry, depth_tokens=depth_tokens
+    )
 
 
 def window_candidates(

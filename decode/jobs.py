@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from headrace.core.ids import Digest, JobKey
 from headrace.core.messages import DecodeJob, Place, StageTimes, TokenItem
 from headrace.core.peers import Peer
-from headrace.core.request import FinishReason, GenRequest
+from headrace.core.request import FinishReason, GenRequest, HandoffMode
 from headrace.core.rows import GRAIN, RowPlan, StartKind, floor_grain
 from headrace.decode.handoff import (
     DECODE_TABLE,
@@ -37,6 +37,7 @@ class Stages:
     encoder_rows: int = 0
     decoder_rows: int = 0
     committed_blocks: int = 0
+    resident_tokens: int = 0
 
 
 class Over(Exception):
@@ -72,7 +73,8 @@ class Job:
 
     def __post_init__(self) -> None:
         known = known_digests(self.request, self.message.generated_ids)
-        self.handoff = Handoff(known)
+        known_ids = self.request.token_ids + self.message.generated_ids
+        self.handoff = Handoff(known, self.request.exact_digests(known_ids))
         self.digests = list(known)
         self.progress_s = self.stages.arrived_s
         self.held_windows = deque(maxlen=windows_to_hold(self.request.keep_tokens))
@@ -135,6 +137,15 @@ class Job:
         ids = () if event.finish is FinishReason.STOP else (event.token_id,)
         return TokenItem(self.key, event.index, ids, event.finish, times)
 
+    @property
+    def exactness(self) -> str:
+        """Class of what is computed here: exact as long as all rows and blocks under it are."""
+        if self.request.mode is not HandoffMode.REPLAY or self.plan is None:
+            return "exact"
+        hit = range(self.plan.write_floor // GRAIN)
+        bounded = self.plan.kind is StartKind.BOUNDED
+        return "replayed" if bounded or not self.handoff.exact.issuperset(hit) else "exact"
+
     def windows_to_commit(self, length_tokens: int) -> list[tuple[int, bytes]]:
         """Records made while decoding that the next turn may start from: at or above
         floor(length - keep), where its p lies, and whose block is known."""
@@ -162,4 +173,6 @@ class Job:
             start_kind=str(plan.kind) if plan else str(StartKind.COLD),
             decode_s=now_s - first,
             committed_blocks=stages.committed_blocks,
+            resident_tokens=min(stages.resident_tokens, plan.write_floor) if plan else 0,
+            exactness=self.exactness,
         )

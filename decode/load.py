@@ -19,7 +19,7 @@ from headrace.core.rows import GRAIN, RowPlan, StartKind
 from headrace.decode.handoff import TERMINAL, Counts, make_plan, window_candidates
 from headrace.decode.jobs import Job
 from headrace.engine import Engine, PictureRows, spans_to_run
-from headrace.kvstore import Kind, StoreClient, read_objects
+from headrace.kvstore import ClassStores, Kind, StoreClient, read_objects
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +62,19 @@ class Loader:
     """Brings a job's blocks and window record into place. Used from the role's loop; what it
     starts in the background stands in `job.loads` until it is over."""
 
-    def __init__(self, engine: Engine, store: StoreClient, clock: Clock, counts: Counts) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        stores: ClassStores,
+        clock: Clock,
+        counts: Counts,
+        depth_tokens: int | None,
+    ) -> None:
+        """`depth_tokens`: rows of a replay where the deployment replays, else None."""
         self._engine = engine
-        self._store = store
+        self._stores = stores
+        self._store = stores.exact  # of windows, pictures and states, which have no other class
+        self._depth_tokens = depth_tokens
         self._clock = clock
         self._counts = counts
         self._card = engine.card("")  # for its sizes
@@ -72,6 +82,16 @@ class Loader:
 
     def close(self) -> None:
         self._threads.shutdown(wait=True)
+
+    async def open_stored(self, job: Job) -> None:
+        """Load the longest stored prefix: exact blocks first, then what was written behind them."""
+        exact = job.handoff.exact_digests
+        places = await self._stores.exact.open_prefix(exact, job.key) if exact else ()
+        done = len(places)
+        self.blocks(job, BlocksReady(job.key, 0, exact[:done], places))
+        rest = job.handoff.digests[done:]
+        places = await self._stores.own.open_prefix(rest, job.key)
+        self.blocks(job, BlocksReady(job.key, done, rest[: len(places)], places))
 
     def blocks(self, job: Job, message: BlocksReady) -> None:
         """Load what is news; before the admission there is no place yet, and it is noted."""
@@ -110,7 +130,10 @@ class Loader:
         request, geometry = job.request, self._engine.geometry
         n_generated = len(job.message.generated_ids)
         hit_tokens = job.handoff.verified_blocks * GRAIN
-        plan = make_plan(request, n_generated, hit_tokens, tuple(job.windows), geometry)
+        depth = self._depth_tokens
+        plan = make_plan(request, n_generated, hit_tokens, tuple(job.windows), geometry, depth)
+        if depth is not None:
+            return plan, None
         above = plan.window_position if plan.kind is StartKind.WINDOW else 0
         candidates = window_candidates(plan, job.handoff.digests, geometry, above=above)
         while candidates:
@@ -149,20 +172,25 @@ class Loader:
 
     def _load(self, job: Job, news: list[tuple[int, Place]]) -> None:
         """Copy announced blocks into their reserved places; resident ones stay as they are."""
-        items = [(i, place, job.handoff.digests[i]) for i, place in news if i in job.fills]
-        if items:
-            self._in_background(job, self._load_blocks(job, items))
+        for store, exact in ((self._stores.own, False), (self._stores.exact, True)):
+            items = [
+                (i, place, job.handoff.digest(i))
+                for i, place in news
+                if i in job.fills and (i in job.handoff.exact) is exact
+            ]
+            if items:
+                self._in_background(job, self._load_blocks(job, store, items))
 
-    async def _load_blocks(self, job: Job, items: list[tuple[int, Place, Digest]]) -> None:
+    async def _load_blocks(
+        self, job: Job, store: StoreClient, items: list[tuple[int, Place, Digest]]
+    ) -> None:
         began_s, n_bytes = self._clock.now_s(), self._card.block_bytes
 
         def write(index: int, payload: bytes) -> bool:
             return self._engine.write_fill(job.fills[index], payload)
 
         loop = asyncio.get_running_loop()
-        done = await loop.run_in_executor(
-            self._threads, load_blocks, self._store, items, n_bytes, write
-        )
+        done = await loop.run_in_executor(self._threads, load_blocks, store, items, n_bytes, write)
         job.stages.load_s += self._clock.now_s() - began_s
         if job.state in TERMINAL:
             return
@@ -175,7 +203,7 @@ class Loader:
             else:
                 job.handoff.lost(index)
                 self._counts.damaged += 1
-                await self._store.doom(place, digest)
+                await store.doom(place, digest)
 
     async def _load_window(self, job: Job, message: WindowReady) -> None:
         payload = await self._read_window(job, message.place, message.digest)

@@ -27,7 +27,7 @@ from headrace.core.role import Ready, RoleSettings
 from headrace.decode.handoff import Announcement
 from headrace.decode.work import Decoder
 from headrace.engine import Engine, EngineDriver, EngineSettings, Half, load_engine
-from headrace.kvstore import Beat, MemberBoard, StoreClient
+from headrace.kvstore import Beat, ClassStores, MemberBoard, StoreClient
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ class DecodeReplica:
     """`start` brings it to serving, `run` serves until stopped or drained, `close` gives back.
 
     The socket listens before the model is loaded; jobs that come too early are refused as
-    retryable. `work`, `engine`, `driver` and `store` are there from the end of `start` on."""
+    retryable. `work`, `engine`, `driver` and `stores` are there from the end of `start` on."""
 
     engine: Engine
     driver: EngineDriver
-    store: StoreClient
+    stores: ClassStores
 
     def __init__(
         self, role: RoleSettings, settings: EngineSettings, *, clock: Clock = SYSTEM_CLOCK
@@ -72,6 +72,11 @@ class DecodeReplica:
         self._beat = Beat(self._board, self.shell.member, role.deployment.leases)
         self.work: Decoder | None = None
 
+    @property
+    def store(self) -> StoreClient:
+        """The store's end for the class that this deployment writes."""
+        return self.stores.own
+
     def member(self) -> Member:
         return self.shell.member()
 
@@ -89,15 +94,8 @@ class DecodeReplica:
             load_engine, deployment, self.settings, Half.FULL, clock=self._clock
         )
         card = self.engine.card(deployment.model)
-        self.store = StoreClient(
-            self.role.store_address,
-            self.role.token,
-            card.namespace().digest(),
-            name=self.role.name,
-            clock=self._clock,
-            times=deployment.leases,
-        )
-        if not await self.store.connect(STORE_WAIT_S):
+        self.stores = ClassStores.of(self.role, card, self._clock)
+        if not await self.stores.connect(STORE_WAIT_S):
             log.warning("%s starts without its store: everything is a miss", self.role.name)
         self._wire()
         self.shell.warm(card)
@@ -114,12 +112,13 @@ class DecodeReplica:
         self.work = Decoder(
             self.engine,
             self.driver,
-            self.store,
+            self.stores,
             self.settings,
             leases,
             self._clock,
             self._find_prefill,
             self._on_ended,
+            self.role.deployment.depth_for(self.engine.geometry.window_tokens),
         )
         self.driver.start()
         self.shell.every(REPORT_S, self._report)
@@ -138,7 +137,7 @@ class DecodeReplica:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(work.stop("the decode replica stops", FLUSH_S), STOP_S)
             await self.driver.stop()
-            await self.store.close()
+            await self.stores.close()
         await self.shell.close()
         await self._board.close()
 

@@ -38,6 +38,7 @@ from headrace.core.messages import (
     WindowReady,
 )
 from headrace.core.peers import Peer
+from headrace.core.rows import GRAIN
 from headrace.decode.commit import Committer
 from headrace.decode.handoff import (
     TERMINAL,
@@ -60,7 +61,7 @@ from headrace.engine import (
     WindowDone,
 )
 from headrace.engine import Job as EngineJob
-from headrace.kvstore import Kind, StoreClient
+from headrace.kvstore import ClassStores, Kind
 
 log = logging.getLogger(__name__)
 
@@ -71,22 +72,24 @@ class Decoder:
     """All jobs of one replica. Mutable, owned by the role's event loop.
 
     `find_prefill(name)` is the connected prefill replica of that name, if there is one;
-    `on_ended` is called after a job gave everything back."""
+    `on_ended` is called after a job gave everything back; `depth_tokens` is the replay's depth
+    where the deployment replays, else None."""
 
     def __init__(
         self,
         engine: Engine,
         driver: EngineDriver,
-        store: StoreClient,
+        stores: ClassStores,
         settings: EngineSettings,
         leases: LeaseTimes,
         clock: Clock,
         find_prefill: Callable[[str], Peer | None],
         on_ended: Callable[[], None],
+        depth_tokens: int | None = None,
     ) -> None:
         self._engine = engine
         self._driver = driver
-        self._store = store
+        self._stores = stores
         self._settings = settings
         self._leases = leases
         self._clock = clock
@@ -99,8 +102,8 @@ class Decoder:
         self.early = EarlyFrames(leases.handoff_s)
         self.jobs: dict[JobKey, Job] = {}
         self.counts = Counts()
-        self._loader = Loader(engine, store, clock, self.counts)
-        self.committer = Committer(store, self.counts)
+        self._loader = Loader(engine, stores, clock, self.counts, depth_tokens)
+        self.committer = Committer(stores.own, self.counts)
         self._committing = asyncio.create_task(self.committer.run(), name="commit")
         self.draining = False
 
@@ -236,10 +239,7 @@ class Decoder:
     async def _walk(self, job: Job) -> None:
         await self._admit(job)
         if not job.message.await_prefill and job.fills:
-            digests = job.handoff.digests
-            places = await self._store.open_prefix(digests, job.key)
-            ready = BlocksReady(job.key, 0, digests[: len(places)], places)
-            self._loader.blocks(job, ready)
+            await self._loader.open_stored(job)
         await job.told.wait()
         job.plan, window = await self._loader.finish(job)
         pictures = await self._loader.pictures(job, job.plan)
@@ -248,7 +248,7 @@ class Decoder:
         await self._driver.call(self._engine.start, job.key, job.plan, window, pictures)
         if job.source is not None:
             job.source.post(HandoffAck(job.key))
-        await self._store.release(job.key, Kind.KV)
+        await self._stores.release(job.key, Kind.KV)
 
     async def _admit(self, job: Job) -> None:
         """Wait for room behind all who came earlier, then reserve for every block that may come.
@@ -264,7 +264,9 @@ class Decoder:
                     break
                 await self._room.wait()
         job.fills = {fill.index: fill for fill in admission.fills}
-        job.handoff.here.update(index for index in range(n_blocks) if index not in job.fills)
+        resident = [index for index in range(n_blocks) if index not in job.fills]
+        job.handoff.here.update(resident)
+        job.stages.resident_tokens = len(resident) * GRAIN
         job.advance(DecodeEvent.ADMITTED)
         self._loader.admitted(job)
 
@@ -361,7 +363,7 @@ class Decoder:
         with contextlib.suppress(Unavailable):  # an engine that ended holds nothing
             await self._driver.call(self._engine.release, job.key)
         self._room.set()
-        await self._store.release(job.key)
+        await self._stores.release(job.key)
         del self.jobs[job.key]
         self._on_ended()
 
@@ -369,7 +371,7 @@ class Decoder:
         """Call every third of `handoff_s`: prolongs the leases of live jobs."""
         for job in tuple(self.jobs.values()):
             if job.state not in TERMINAL:
-                await self._store.renew(job.key)
+                await self._stores.renew(job.key)
 
     async def watch(self) -> None:
         """Call a few times a second: ends hand-offs without progress, forgets early frames."""

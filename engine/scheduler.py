@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from headrace.core.chain import BLOCK_TOKENS
 from headrace.core.errors import Overloaded
 from headrace.core.ids import JobKey
-from headrace.core.request import GenRequest
+from headrace.core.request import GenRequest, HandoffMode
 from headrace.core.rows import Geometry, RowPlan, StartKind, record_positions
 from headrace.engine.admission import ModelLimits, blocks_to_reserve, check_job, check_plan
 from headrace.engine.errors import EngineDamaged
@@ -159,6 +159,8 @@ class Scheduler:
 
     def _records(self, sequence: Sequence, plan: RowPlan) -> tuple[int, ...]:
         """Positions of the known rows at which a *valid* window record can be made."""
+        if not _makes_windows(sequence, plan):
+            return ()
         earliest = plan.start
         if plan.kind is StartKind.REPLAY:
             earliest += self.geometry.replay_rows
@@ -191,7 +193,9 @@ class Scheduler:
 
     def _decode_segment(self, sequence: Sequence) -> Segment:
         row = sequence.next_row
-        return self._segment(sequence, row, row + 1, (row + 1) % BLOCK_TOKENS == 0)
+        assert sequence.plan is not None
+        window = (row + 1) % BLOCK_TOKENS == 0 and _makes_windows(sequence, sequence.plan)
+        return self._segment(sequence, row, row + 1, window)
 
     def _known_segment(self, sequence: Sequence, budget: int) -> Segment:
         assert sequence.plan is not None
@@ -297,3 +301,10 @@ class Scheduler:
     def _finish(self, sequence: Sequence) -> None:
         sequence.on(SequenceEvent.FINISH)
         self._order.pop(sequence.key, None)
+
+
+def _makes_windows(sequence: Sequence, plan: RowPlan) -> bool:
+    """Windows that a bounded replay left are approximate and stay so; and in mode `replay` nobody
+    starts from one, since the blocks under it may be approximate."""
+    replays = sequence.request.mode is HandoffMode.REPLAY
+    return not replays and plan.kind is not StartKind.BOUNDED

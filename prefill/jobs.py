@@ -122,6 +122,7 @@ class Job:
     task: asyncio.Task[None] | None = None
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     places: tuple[Place, ...] = ()  # of the stored prefix
+    exact_digests: tuple[Digest, ...] = ()  # mode `replay`: keys of the exact ones among these
     hit_blocks: int = 0  # of these, the usable ones: less than `places` after damage
     encoder_rows: int = 0
 

@@ -17,7 +17,7 @@ from headrace.core.peers import Peer
 from headrace.core.replica import ReplicaShell, ReplicaSizes
 from headrace.core.role import Ready, RoleSettings
 from headrace.engine import Engine, EngineDriver, EngineSettings, Half, load_engine
-from headrace.kvstore import Beat, MemberBoard, StoreClient
+from headrace.kvstore import Beat, ClassStores, MemberBoard, StoreClient
 from headrace.prefill.jobs import JobState
 from headrace.prefill.links import DecodeLinks
 from headrace.prefill.work import Prefiller
@@ -33,11 +33,11 @@ class PrefillReplica:
     """`start` brings it to serving, `run` serves until stopped or drained, `close` gives back.
 
     The socket listens before the model is loaded; jobs that come too early are refused as
-    retryable. `work`, `engine`, `driver` and `store` are there from the end of `start` on."""
+    retryable. `work`, `engine`, `driver` and `stores` are there from the end of `start` on."""
 
     engine: Engine
     driver: EngineDriver
-    store: StoreClient
+    stores: ClassStores
     links: DecodeLinks
 
     def __init__(
@@ -58,6 +58,11 @@ class PrefillReplica:
         self._beat = Beat(self._board, self.shell.member, role.deployment.leases)
         self.work: Prefiller | None = None
 
+    @property
+    def store(self) -> StoreClient:
+        """The store's end for the class that this deployment writes."""
+        return self.stores.own
+
     def member(self) -> Member:
         return self.shell.member()
 
@@ -75,15 +80,8 @@ class PrefillReplica:
             load_engine, deployment, self.settings, Half.ENCODER, clock=self._clock
         )
         card = self.engine.card(deployment.model)
-        self.store = StoreClient(
-            self.role.store_address,
-            self.role.token,
-            card.namespace().digest(),
-            name=self.role.name,
-            clock=self._clock,
-            times=deployment.leases,
-        )
-        if not await self.store.connect(STORE_WAIT_S):
+        self.stores = ClassStores.of(self.role, card, self._clock)
+        if not await self.stores.connect(STORE_WAIT_S):
             log.warning("%s starts without its store: everything is a miss", self.role.name)
         self._wire()
         self.shell.warm(card)
@@ -107,12 +105,13 @@ class PrefillReplica:
         self.work = Prefiller(
             self.engine,
             self.driver,
-            self.store,
+            self.stores,
             self.links,
             self.settings,
             deployment.leases,
             self._clock,
             self._on_ended,
+            deployment.depth_for(self.engine.geometry.window_tokens),
         )
         self.driver.start()
         self.shell.every(REPORT_S, self._report)
@@ -131,7 +130,7 @@ class PrefillReplica:
                 await asyncio.wait_for(work.stop("the prefill replica stops"), STOP_S)
             await self.links.close()
             await self.driver.stop()
-            await self.store.close()
+            await self.stores.close()
         await self.shell.close()
         await self._board.close()
 

@@ -88,6 +88,13 @@ class Sealer:
         if wanted and place is not None:
             await self.tell_window(job, event.position, digest, place)
 
+    async def tell_stored(self, job: Job) -> None:
+        """Announce the stored prefix: the exact blocks of it under their own keys."""
+        exact = job.exact_digests
+        if exact:
+            await self._tell(job, BlocksReady(job.key, 0, exact, job.places[: len(exact)]))
+        await self.tell_blocks(job, len(exact), job.places[len(exact) :])
+
     async def tell_blocks(self, job: Job, first: int, places: tuple[Place, ...]) -> None:
         if places:
             digests = job.request.digests[first : first + len(places)]

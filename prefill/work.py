@@ -11,11 +11,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from headrace.core import faults
 from headrace.core.attempts import Attempts, Verdict
-from headrace.core.chain import as_token_ids, window_digest
+from headrace.core.chain import as_token_ids
 from headrace.core.clock import Clock
 from headrace.core.errors import (
     DeadlineExceeded,
@@ -25,17 +24,16 @@ from headrace.core.errors import (
     ReplicaLost,
     Unavailable,
 )
-from headrace.core.ids import Digest, JobKey
+from headrace.core.ids import JobKey
 from headrace.core.limits import LeaseTimes
 from headrace.core.messages import (
     BlocksReady,
     JobFailed,
-    Place,
     PrefillDone,
     PrefillJob,
 )
 from headrace.core.peers import Peer
-from headrace.core.rows import GRAIN, RowPlan, plan_prefill
+from headrace.core.rows import GRAIN, RowPlan
 from headrace.engine import (
     Admission,
     BlockDone,
@@ -43,15 +41,13 @@ from headrace.engine import (
     EngineDriver,
     EngineSettings,
     Event,
-    Fill,
-    PictureRows,
     RowsDone,
     SequenceFailed,
     WindowDone,
-    spans_to_run,
 )
 from headrace.engine import Job as EngineJob
-from headrace.kvstore import Kind, StoreClient, read_objects
+from headrace.kvstore import ClassStores
+from headrace.prefill.find import Finder
 from headrace.prefill.jobs import (
     TERMINAL,
     Counts,
@@ -59,7 +55,6 @@ from headrace.prefill.jobs import (
     JobEvent,
     JobState,
     Over,
-    window_candidates,
 )
 from headrace.prefill.links import DecodeLinks
 from headrace.prefill.seal import SEAL_BATCH, Sealer
@@ -78,16 +73,17 @@ class Prefiller:
         self,
         engine: Engine,
         driver: EngineDriver,
-        store: StoreClient,
+        stores: ClassStores,
         links: DecodeLinks,
         settings: EngineSettings,
         leases: LeaseTimes,
         clock: Clock,
         on_ended: Callable[[], None],
+        depth_tokens: int | None = None,
     ) -> None:
         self._engine = engine
         self._driver = driver
-        self._store = store
+        self._stores = stores
         self._links = links
         self._settings = settings
         self._leases = leases
@@ -98,8 +94,8 @@ class Prefiller:
         self._in_line = asyncio.Lock()  # first come, first served: asyncio wakes in this order
         self._room = asyncio.Event()  # something was given back to the engine
         self._closing: set[asyncio.Task[None]] = set()
-        self._sealer = Sealer(engine, store, leases, clock, self.counts)
-        self._copies = ThreadPoolExecutor(1, thread_name_prefix="prefill-fill")
+        self._sealer = Sealer(engine, stores.own, leases, clock, self.counts)
+        self._finder = Finder(engine, stores, self._sealer, self.counts, depth_tokens)
         self._steps_seen = 0
         self.jobs: dict[JobKey, Job] = {}
         self.draining = False
@@ -204,12 +200,10 @@ class Prefiller:
             self._end(job, JobEvent.ERROR, HeadraceError("prefill failed"))
 
     async def _walk(self, job: Job) -> None:
-        request = job.request
         job.decode = await self._links.get(job.message.decode_address)
-        job.places = await self._store.open_prefix(request.digests, job.key)
-        job.hit_blocks = len(job.places)
-        await self._sealer.tell_blocks(job, 0, job.places)
-        plan, window = await self._plan(job, verify=False)
+        await self._finder.open_stored(job)
+        await self._sealer.tell_stored(job)
+        plan, window = await self._finder.plan(job, verify=False)
         begun_s = self._clock.now_s()
         if plan.encoder_rows:
             job.advance(JobEvent.FOUND)
@@ -218,11 +212,11 @@ class Prefiller:
             begun_s = self._clock.now_s()
             # Blocks at or above the last row are not read here; decode verifies them itself.
             fills = tuple(f for f in admission.fills if f.index < plan.end // GRAIN)
-            job.hit_blocks = await self._fill(job, fills)
-            plan, window = await self._plan(job, verify=True)
+            job.hit_blocks = await self._finder.fill(job, fills)
+            plan, window = await self._finder.plan(job, verify=True)
         self.counts.hit_blocks += job.hit_blocks
         if plan.encoder_rows:
-            pictures = await self._pictures(job, plan)
+            pictures = await self._finder.pictures(job, plan)
             job.advance(JobEvent.STARTED)  # before the call: events may come before it returns
             await self._driver.call(self._engine.start, job.key, plan, window, pictures)
             await self._produce(job, plan)
@@ -236,44 +230,6 @@ class Prefiller:
         job.router.post(done)
         self._close_later(job)
 
-    async def _plan(self, job: Job, *, verify: bool) -> tuple[RowPlan, bytes | None]:
-        """The rows to run from the usable hit, and the window record that they start from.
-
-        The newest usable record counts; with `verify` its bytes are read, and one that is damaged
-        is passed over. A record that lies at p is announced, as decode needs it."""
-        request, geometry = job.request, self._engine.geometry
-        n_tokens, keep_tokens, hit = request.n_tokens, request.keep_tokens, job.hit_blocks * GRAIN
-        candidates = window_candidates(request, hit, geometry)
-        while candidates:
-            found = await self._store.open_windows(candidates, job.key)
-            if found is None:
-                break
-            position, place = found
-            plan = plan_prefill(n_tokens, hit, keep_tokens, (position,), geometry)
-            digest = window_digest(dict(candidates)[position])
-            payload = self._read_window(place, digest) if verify and plan.encoder_rows else b""
-            if payload is not None:
-                if (verify or not plan.encoder_rows) and plan.window_position == position:
-                    await self._sealer.tell_window(job, position, digest, place)
-                return plan, payload or None
-            candidates = [c for c in candidates if c[0] < position]
-        return plan_prefill(n_tokens, hit, keep_tokens, (), geometry), None
-
-    async def _pictures(self, job: Job, plan: RowPlan) -> PictureRows:
-        """Rows of the pictures that `plan` runs through, leased for the job. Raises
-        `PicturesMissing` when one is gone or damaged."""
-        spans = spans_to_run(job.request, plan)
-        wanted = [span.digest for span in spans]
-        payloads = await read_objects(self._store, Kind.MM, wanted, job.key)
-        return await asyncio.to_thread(self._engine.unpack_pictures, spans, payloads)
-
-    def _read_window(self, place: Place, digest: Digest) -> bytes | None:
-        buffer = bytearray(place.payload_bytes)
-        if self._store.read_into(place, digest, buffer):
-            return bytes(buffer)
-        self.counts.damaged += 1
-        return None
-
     async def _admit(self, job: Job) -> Admission:
         """Wait for room behind all who came earlier. Raises `InvalidRequest` if it never fits."""
         wanted = EngineJob(job.request, as_token_ids(()), job.hit_blocks)
@@ -284,26 +240,6 @@ class Prefiller:
                 if admission is not None:
                     return admission
                 await self._room.wait()
-
-    async def _fill(self, job: Job, fills: tuple[Fill, ...]) -> int:
-        """Copy the stored blocks in; returns how many leading blocks are usable."""
-        loop = asyncio.get_running_loop()
-        bad = await loop.run_in_executor(self._copies, self._copy_in, fills, job.places)
-        if bad is None:
-            return job.hit_blocks
-        self.counts.damaged += 1
-        return bad
-
-    def _copy_in(self, fills: tuple[Fill, ...], places: tuple[Place, ...]) -> int | None:
-        """In a thread: the index of the first block that did not verify, or None. A job that ends
-        meanwhile does no harm: its fills carry a ticket that the engine no longer honours."""
-        for fill in fills:
-            place = places[fill.index]
-            buffer = bytearray(place.payload_bytes)
-            if not self._store.read_into(place, fill.digest, buffer):
-                return fill.index
-            self._engine.write_fill(fill, buffer)
-        return None
 
     # ---- products --------------------------------------------------------------------------
 
@@ -365,7 +301,7 @@ class Prefiller:
             await self._driver.call(self._engine.release, job.key)
         self._room.set()
         if job.state is not JobState.DONE:
-            await self._store.release(job.key)
+            await self._stores.release(job.key)
         del self.jobs[job.key]
         self._on_ended()
 
@@ -378,7 +314,7 @@ class Prefiller:
         for job in tuple(self.jobs.values()):
             if job.state in TERMINAL:
                 continue
-            await self._store.renew(job.key)
+            await self._stores.renew(job.key)
             if moving and job.decode is not None and job.state not in TERMINAL:
                 job.decode.post(BlocksReady(job.key, 0, (), ()))
 
@@ -389,4 +325,4 @@ class Prefiller:
                 self._end(job, JobEvent.ERROR, ReplicaLost(reason))
         while self._closing:
             await asyncio.wait(tuple(self._closing))
-        self._copies.shutdown(wait=True)
+        self._finder.close()

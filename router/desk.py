@@ -6,19 +6,28 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from headrace.core.card import ModelCard, Role
+from headrace.core.card import ModelCard, Role, VisionCard
 from headrace.core.chain import TokenIds
 from headrace.core.clock import SYSTEM_CLOCK
 from headrace.core.deployment import Deployment
-from headrace.core.errors import LimitExceeded, Overloaded, ReplicaLost, Unavailable, from_code
-from headrace.core.ids import JobKey, RequestId
-from headrace.core.messages import JobFailed, PrefillDone, TokenBatch
+from headrace.core.errors import (
+    HeadraceError,
+    LimitExceeded,
+    Overloaded,
+    ReplicaLost,
+    Unavailable,
+    from_code,
+)
+from headrace.core.ids import Digest, JobKey, RequestId
+from headrace.core.messages import JobFailed, PrefillDone, TokenBatch, VisionDone
 from headrace.core.records import RequestRecord
 from headrace.core.request import GenRequest
-from headrace.kvstore import Hits, IndexReader
+from headrace.core.rows import GRAIN
+from headrace.kvstore import Hits, IndexReader, Kind
 from headrace.router.ledger import Ledger
 from headrace.router.policy import Route, Work, route, size_up
 from headrace.router.replicas import Replica, Replicas
@@ -126,9 +135,33 @@ class Desk:
         finally:
             self._slots -= 1
 
-    def accept(self, request: GenRequest, record: RequestRecord, arrived_s: float) -> Ticket:
-        """A ticket for a checked and tokenised request; from here on it has one terminal event."""
-        ticket = Ticket(self, request, record, arrived_s)
+    def vision_card(self) -> VisionCard:
+        """How pictures are encoded here. Raises `Unavailable` before a vision replica was seen."""
+        card = self.replicas.vision_card
+        if card is None:
+            raise Unavailable("no vision replica is ready")
+        return card
+
+    @property
+    def vision_wait_s(self) -> float:
+        """How long a vision replica may take for a picture, its queue included."""
+        return self._deployment.leases.handoff_s
+
+    async def pictures_present(self, digests: Sequence[Digest]) -> frozenset[Digest]:
+        """Those of these pictures whose rows the index lists."""
+        namespace = self.card().namespace().digest()
+        return await self._index.present(namespace, Kind.MM, digests, self._settings.lookup_s)
+
+    def accept(
+        self,
+        request: GenRequest,
+        record: RequestRecord,
+        arrived_s: float,
+        files: Mapping[Digest, bytes] | None = None,
+    ) -> Ticket:
+        """A ticket for a checked and tokenised request; from here on it has one terminal event.
+        `files` are its pictures by the digests of its spans."""
+        ticket = Ticket(self, request, record, arrived_s, files)
         self._live[request.request_id] = ticket
         self._budget.earn()
         return ticket
@@ -168,11 +201,7 @@ class Desk:
         `LimitExceeded` when no replica can ever hold the request."""
         begun_s = SYSTEM_CLOCK.now_s()
         card = self.card()
-        hits = Hits(0, {}, ())
-        if request.digests:
-            hits = await self._index.hit_blocks(
-                card.namespace().digest(), request.digests, self._settings.lookup_s
-            )
+        hits = await self._look_up(request, card)
         work = size_up(
             request.n_tokens,
             request.max_tokens,
@@ -182,7 +211,9 @@ class Desk:
             card.geometry,
             self._deployment.local_prefill_rows,
             n_generated=len(generated_ids),
+            depth_tokens=self._deployment.depth_for(card.window_tokens),
         )
+        work = replace(work, hit_tiers={t.value: n * GRAIN for t, n in hits.by_tier.items()})
         found = self._choose(work, avoid) if again or not self._waiting else None
         self._witness.on_routed(SYSTEM_CLOCK.now_s() - begun_s)
         if found is not None:
@@ -193,6 +224,20 @@ class Desk:
                 " all replicas are full"
             )
         return work, await self._wait_for_room(work, avoid, again)
+
+    async def _look_up(self, request: GenRequest, card: ModelCard) -> Hits:
+        """What is stored of the prompt: the exact blocks, and in mode `replay` those behind them
+        that a replay wrote."""
+        lookup_s, exact = self._settings.lookup_s, card.namespace().digest()
+        if request.exact_root is None:
+            return await self._index.hit_blocks(exact, request.digests, lookup_s)
+        digests = request.exact_digests(request.token_ids)
+        first = await self._index.hit_blocks(exact, digests, lookup_s)
+        own = card.namespace(self._deployment.exactness).digest()
+        rest = request.digests[first.blocks :]
+        behind = await self._index.hit_blocks(own, rest, lookup_s)
+        tiers = Counter(first.by_tier) + Counter(behind.by_tier)
+        return Hits(first.blocks + behind.blocks, tiers)
 
     def kick(self) -> None:
         """Something may have made room: the first in line looks."""
@@ -263,8 +308,18 @@ class Desk:
         else:
             ticket.prefill_done(message)
 
+    def on_vision_done(self, replica: Replica, message: VisionDone) -> None:
+        ticket = self._ticket(message.key)
+        if ticket is None or not ticket.sight.done(replica, message):
+            self.late["vision_done"] += 1
+
     def on_failed(self, replica: Replica, message: JobFailed) -> None:
         ticket = self._ticket(message.key)
+        if replica.role is Role.VISION:
+            error = _picture_error(message)
+            if ticket is None or not ticket.sight.failed(replica, error):
+                self.late["job_failed"] += 1
+            return
         if ticket is None or replica not in (ticket.decode, ticket.prefill):
             self.late["job_failed"] += 1
             return
@@ -275,7 +330,9 @@ class Desk:
     def on_lost(self, replica: Replica) -> None:
         lost = ReplicaLost(f"{replica.name} was lost")
         for ticket in tuple(self._live.values()):
-            if replica in (ticket.decode, ticket.prefill):
+            if replica.role is Role.VISION:
+                ticket.sight.failed(replica, lost)
+            elif replica in (ticket.decode, ticket.prefill):
                 ticket.trouble(lost, retryable=True, replica=replica)
         # Those in line learn that there may be nobody left; each looks when its turn comes.
         self.kick()
@@ -286,6 +343,14 @@ class Desk:
     def _ticket(self, key: JobKey) -> Ticket | None:
         ticket = self._live.get(key.request_id)
         return ticket if ticket is not None and ticket.key == key else None
+
+
+def _picture_error(message: JobFailed) -> HeadraceError:
+    """A bad picture keeps its own error; any other failure is the replica's."""
+    error = from_code(message.code, message.message)
+    if message.retryable and not isinstance(error, Overloaded):
+        return ReplicaLost(f"a vision replica gave up: {message.code}")
+    return error
 
 
 def _others(replicas: list[Replica], avoid: set[str]) -> list[Replica]:

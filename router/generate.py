@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
 from headrace.core.card import ModelCard
-from headrace.core.chain import TokenIds, block_digests, root_digest
+from headrace.core.chain import TokenIds, root_digest
 from headrace.core.clock import SYSTEM_CLOCK
 from headrace.core.deployment import Deployment
 from headrace.core.errors import Cancelled, HeadraceError, LimitExceeded, NotFound
 from headrace.core.ids import Digest, RequestId, new_request_id
-from headrace.core.limits import Limit
+from headrace.core.images import span_block_digests
+from headrace.core.limits import ImageLimits, Limit
 from headrace.core.records import RequestRecord
 from headrace.core.request import FinishReason, GenRequest, Sampling
 from headrace.core.states import RequestEvent
@@ -24,6 +25,7 @@ from headrace.router.desk import Desk
 from headrace.router.http import Exchange
 from headrace.router.jsonbody import Json, parse_object
 from headrace.router.keys import Principal
+from headrace.router.pictures import PictureFile, Placed, open_files, place_pictures
 from headrace.router.protocol import Protocols, Speaker, Usage
 from headrace.router.requests import Piece, Ticket
 from headrace.router.settings import RouterSettings
@@ -70,9 +72,10 @@ class Generator:
         self._desk = desk
         self._protocols = protocols
         self._salts = salts
+        self._read_chat = partial(read_chat, limits=self._edge, images=settings.images)
 
     async def chat(self, exchange: Exchange, principal: Principal) -> None:
-        await self._serve(exchange, principal, "chat", partial(read_chat, limits=self._edge))
+        await self._serve(exchange, principal, "chat", self._read_chat)
 
     async def completion(self, exchange: Exchange, principal: Principal) -> None:
         reader = partial(read_completion, limits=self._edge)
@@ -111,12 +114,16 @@ class Generator:
         record = RequestRecord(
             request_id, principal.tenant, principal.domain, endpoint, SYSTEM_CLOCK.wall_s()
         )
+        files = await _maybe_in_thread(
+            bool(ask.images), lambda: open_files(ask.images, ImageLimits())
+        )
         prompt = await self._prompt(ask, card, request_id)
-        request = await self._request(request_id, ask, prompt, card, principal.domain)
+        placed = await self._place(prompt, files, card, principal.domain)
+        request = await self._request(request_id, ask, prompt, placed, card, principal.domain)
         record.prompt_tokens = request.n_tokens
         record.mode = request.mode.value
         record.stage("tokenise_s", SYSTEM_CLOCK.now_s() - arrived_s)
-        ticket = self._desk.accept(request, record, arrived_s)
+        ticket = self._desk.accept(request, record, arrived_s, placed.files)
         exchange.accepted = True
         telling = Telling(exchange, ticket, prompt.make_speaker, arrived_s)
         try:
@@ -170,10 +177,28 @@ class Generator:
             check_prompt_ids(ids, card.vocab_size, placeholders | {card.image_token_id})
         return Prompt(ids, ask.temperature, ask.top_p, speaker)
 
+    async def _place(
+        self, prompt: Prompt, files: Sequence[PictureFile], card: ModelCard, domain: str
+    ) -> Placed:
+        """The prompt with its pictures. Raises `Unavailable` before a vision replica was seen."""
+        if not files:
+            return Placed(prompt.token_ids)
+        vision = self._desk.vision_card()
+        root = root_digest(card.namespace().digest(), self._salts.salt(domain))
+        return await asyncio.to_thread(
+            place_pictures, prompt.token_ids, card.image_token_id, files, vision, root
+        )
+
     async def _request(
-        self, request_id: RequestId, ask: Ask, prompt: Prompt, card: ModelCard, domain: str
+        self,
+        request_id: RequestId,
+        ask: Ask,
+        prompt: Prompt,
+        placed: Placed,
+        card: ModelCard,
+        domain: str,
     ) -> GenRequest:
-        ids = prompt.token_ids
+        ids = placed.token_ids
         edge = self._edge
         Limit("prompt", 1, edge.prompt_tokens, "tokens").at_most(len(ids))
         max_tokens = resolve_max_tokens(
@@ -183,9 +208,12 @@ class Generator:
             self._settings.default_max_tokens,
             edge.completion_tokens,
         )
-        root = root_digest(card.namespace().digest(), self._salts.salt(domain))
+        exactness = self._deployment.exactness
+        salt = self._salts.salt(domain)
+        root = root_digest(card.namespace(exactness).digest(), salt)
+        exact_root = root_digest(card.namespace().digest(), salt)
         digests: tuple[Digest, ...] = await _maybe_in_thread(
-            len(ids) > OFF_LOOP_TOKENS, lambda: block_digests(root, ids)
+            len(ids) > OFF_LOOP_TOKENS, lambda: span_block_digests(root, ids, placed.spans)
         )
         seed = secrets.randbits(62) if ask.seed is None else ask.seed
         return GenRequest(
@@ -201,6 +229,8 @@ class Generator:
             mode=self._deployment.handoff_mode,
             domain=domain,
             deadline_s=edge.request_deadline_s,
+            images=placed.spans,
+            exact_root=None if exactness == "exact" else exact_root,
         )
 
 

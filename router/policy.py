@@ -7,8 +7,8 @@ fewest requests. Ties rotate, because a fixed order sends every burst to the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from headrace.core.rows import (
@@ -57,6 +57,7 @@ class Work:
     plan: RowPlan
     prefill_plan: RowPlan
     wants_prefill: bool
+    hit_tiers: Mapping[str, int] = field(default_factory=dict)  # tokens of the hit, by tier
 
     @property
     def resident_tokens(self) -> int:
@@ -92,21 +93,24 @@ def size_up(
     local_prefill_rows: int,
     *,
     n_generated: int = 0,
+    depth_tokens: int | None = None,
 ) -> Work:
     """The rows a request needs, from what the index knows of its prompt. A hit longer than the
-    prompt's whole blocks counts up to them. `n_generated`: tokens that it resumes after."""
+    prompt's whole blocks counts up to them. `n_generated`: tokens that it resumes after;
+    `depth_tokens` as in `plan_decode`."""
     hit = min(hit_blocks * GRAIN, floor_grain(n_tokens))
     if n_generated:
         first = max(0, n_tokens - keep_tokens)
-        plan = plan_resume(n_tokens + n_generated, hit, first, windows, geometry)
+        known = n_tokens + n_generated
+        plan = plan_resume(known, hit, first, windows, geometry, depth_tokens=depth_tokens)
     else:
-        plan = plan_decode(n_tokens, hit, keep_tokens, windows, geometry)
+        plan = plan_decode(n_tokens, hit, keep_tokens, windows, geometry, depth_tokens=depth_tokens)
     return Work(
         n_tokens,
         max_tokens,
         hit,
         plan,
-        plan_prefill(n_tokens, hit, keep_tokens, windows, geometry),
+        plan_prefill(n_tokens, hit, keep_tokens, windows, geometry, depth_tokens=depth_tokens),
         wants_prefill(plan, n_tokens, keep_tokens, local_prefill_rows),
     )
 

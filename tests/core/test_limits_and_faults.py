@@ -54,7 +54,6 @@ def test_sizes_name_the_bound_and_the_size() -> None:
         lambda: Deployment(local_prefill_rows=-1),
         lambda: Deployment(record_spacing_tokens=100),
         lambda: Deployment(record_spacing_tokens=129),
-        lambda: Deployment(handoff_mode="replay"),  # type: ignore[arg-type]
         lambda: Deployment(replay_depth_tokens=-1),
         lambda: EdgeLimits(messages="many"),  # type: ignore[arg-type]
     ],

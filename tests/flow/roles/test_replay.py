@@ -1,0 +1,182 @@
+"""Mode `replay`: equal to a reference engine that does the same replay; approximate bytes live in a
+namespace of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from headrace.core.chain import as_token_ids, block_digests
+from headrace.core.ids import Digest, RequestId
+from headrace.core.request import GenRequest, HandoffMode, Sampling
+from headrace.core.rows import StartKind, floor_grain, plan_decode, plan_prefill
+from headrace.engine import BlockDone, Engine, EngineSettings, Half, Job, TokenSampled, WindowDone
+from headrace.kvstore import StoreClient
+from headrace.model import Numerics, load_named
+
+MODEL = "t1"
+DEPLOYMENT = {"handoff_mode": HandoffMode.REPLAY}
+DEPTHS = {"W": 32, "2W": 64, "exact": 186}
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Reference:
+    """One engine a run, no store and no roles; blocks pass as bytes by their number."""
+
+    def __init__(self) -> None:
+        self._trunk = load_named(MODEL, 0, Numerics.INVARIANT)
+
+    def run(
+        self,
+        ids: Sequence[int],
+        hit: dict[int, bytes],
+        depth: int,
+        half: Half = Half.FULL,
+        max_tokens: int = 1,
+    ) -> tuple[list[int], dict[int, bytes], StartKind]:
+        """(tokens, blocks that were hit or made, kind of the start)."""
+        engine = Engine(
+            self._trunk,
+            EngineSettings(n_blocks=16, n_slots=1),
+            half,
+            record_spacing_tokens=8192,
+            poison=True,
+        )
+        root, known = Digest(bytes(32)), as_token_ids(list(ids))
+        request = GenRequest(
+            request_id=RequestId("reference"),
+            epoch=0,
+            token_ids=known,
+            chain_root=root,
+            digests=block_digests(root, known),
+            keep_tokens=44,
+            max_tokens=max_tokens,
+            sampling=Sampling(),
+            stop_token_ids=(),
+            mode=HandoffMode.EXACT,
+            domain="d",
+            deadline_s=0.0,
+        )
+        admission = engine.admit(Job(request, as_token_ids([]), len(hit)))
+        assert admission is not None
+        for fill in admission.fills:
+            engine.write_fill(fill, hit[fill.index])
+        make = plan_decode if half is Half.FULL else plan_prefill
+        plan = make(len(ids), len(hit) * 128, 44, (), engine.geometry, depth_tokens=depth)
+        engine.start(request.key, plan)
+        tokens, blocks = [], dict(hit)
+        while engine.has_work:
+            for event in engine.step():
+                assert not (isinstance(event, WindowDone) and plan.kind is StartKind.BOUNDED)
+                if isinstance(event, BlockDone):
+                    blocks[event.index] = bytes(engine.block_view(event.block))
+                if isinstance(event, TokenSampled):
+                    tokens.append(event.token_id)
+        return tokens, blocks, plan.kind
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+async def exact_client(cluster: Any) -> StoreClient:
+    client: StoreClient = cluster.prefill.stores.exact
+    assert client is not cluster.prefill.store and client.connected
+    return client
+
+
+async def test_two_turns_equal_the_reference_and_no_byte_is_exact(
+    cluster, yardstick, prompt, reference
+) -> None:
+    ids = prompt(640, "replayed")
+    request = cluster.request(ids, 70)
+    assert request.exact_root not in (None, request.chain_root)
+    _, made, kind = reference.run(ids, {}, 32, Half.ENCODER)
+    assert kind is StartKind.COLD and len(made) == 5
+    expected, after, kind = reference.run(ids, made, 32, max_tokens=70)
+    assert kind is StartKind.BOUNDED
+
+    call = await cluster.handoff(request)
+    answer = await call.result()
+    assert list(answer) == expected
+    assert (call.times.start_kind, call.times.exactness) == (StartKind.BOUNDED, "replayed")
+    assert call.times.encoder_rows == 640 - (596 - 32) and call.times.decoder_rows == 44
+    await cluster.at_rest()
+    await cluster.written()
+
+    # The second turn goes on from the tainted block, and taints what follows.
+    second = [*ids, *answer, *prompt(90, "and on")]
+    _, handed, kind = reference.run(second, after, 32, Half.ENCODER)
+    assert kind is StartKind.BOUNDED and len(handed) == 6
+    expected, _, _ = reference.run(second, handed, 32, max_tokens=6)
+    call = await cluster.handoff(cluster.request(second, 6), decode=1)
+    assert list(await call.result()) == expected
+    assert call.prefilled.hit_tokens == floor_grain(709) == 640
+    assert call.times.hit_tokens == 768 and call.times.exactness == "replayed"
+    await cluster.at_rest()
+    await cluster.written()
+
+    exact, request = await exact_client(cluster), cluster.request(second)
+    digests = request.exact_digests(request.token_ids)
+    assert await exact.open_prefix(digests, None) == ()
+    assert len(await cluster.prefill.store.open_prefix(request.digests, None)) == 6
+    # Neither namespace answers to the other's keys, and no window record was made in either.
+    assert await exact.open_prefix(request.digests, None) == ()
+    for store, keys in ((exact, digests), (cluster.prefill.store, request.digests)):
+        assert await store.open_windows([(0, digest) for digest in keys], None) is None
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+async def test_every_depth_equals_its_reference_and_the_exact_one_an_exact_run(
+    cluster, yardstick, prompt, reference, new_decode, depth: str
+) -> None:
+    ids, rows = prompt(500, f"depth {depth}"), DEPTHS[depth]
+    await (await cluster.handoff(cluster.request(ids, 1))).result()
+    await cluster.at_rest()
+    decode = await new_decode(f"decode-{rows}", replay_depth_tokens=rows)
+    to_decode = await cluster.router.connect(decode.shell.address)
+    call = await cluster.router.send(cluster.request(ids, 8), to_decode)
+    _, made, _ = reference.run(ids, {}, rows, Half.ENCODER)
+    expected, _, kind = reference.run(ids, made, rows, max_tokens=8)
+    assert list(await call.result()) == expected
+    assert call.times.start_kind == kind
+    assert call.times.encoder_rows == 500 - (384 - rows)
+    if depth == "exact":
+        assert kind is StartKind.REPLAY
+        assert tuple(expected) == await yardstick.text(ids, 8)
+    await cluster.at_rest()
+
+
+async def test_exact_bytes_are_read_first_and_keep_their_class(
+    cluster, yardstick, prompt, new_decode
+) -> None:
+    ids = prompt(500, "exact before")
+    decode = await new_decode("decode-exact", handoff_mode=HandoffMode.EXACT)
+    to_decode = await cluster.router.connect(decode.shell.address)
+    tainted = cluster.request(ids, 8)
+    plain = GenRequest(
+        **{
+            name: getattr(tainted, name)
+            for name in tainted.__dataclass_fields__
+            if name not in ("chain_root", "digests", "mode", "exact_root", "request_id")
+        },
+        request_id=RequestId("exact"),
+        chain_root=tainted.exact_root,
+        digests=tainted.exact_digests(tainted.token_ids),
+        mode=HandoffMode.EXACT,
+    )
+    text = await (await cluster.router.send(plain, to_decode)).result()
+    assert text == await yardstick.text(ids, 8)
+    assert await decode.work.committer.flush(5.0)
+    before = cluster.prefill.driver.stats.encoder_rows_total
+    call = await cluster.handoff(tainted, decode=1)
+    await call.result()
+    assert call.prefilled.hit_tokens == 384
+    assert cluster.prefill.driver.stats.encoder_rows_total == before
+    assert call.times.hit_tokens == 384 and call.times.load_bytes == 3 * cluster.card.block_bytes
+    await cluster.at_rest()
+    # What is exact was not copied into the other namespace.
+    assert await cluster.prefill.store.open_prefix(tainted.digests, None) == ()
