@@ -1,6 +1,6 @@
 """A small client of the cluster's own HTTP API, for the command line and the leader.
 
-Standard library only: `headrace status` and `headrace chat` are quick to start.
+On the standard library: `headrace status` and `headrace chat` are quick to start.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from headrace.core.card import Role
 from headrace.core.errors import HeadraceError
+from headrace.core.metrics import Metric
+from headrace.core.states import ReplicaState
 
 
 class ApiError(HeadraceError):
@@ -36,10 +42,20 @@ class HttpApi:
         except ApiError:
             return False
 
-    def metrics(self) -> str:
-        """The text of `/metrics`. Raises `ApiError`."""
+    def metrics(self) -> list[Sample]:
+        """The samples of `/metrics`. Raises `ApiError`."""
         with self._open("/metrics", None, 5.0) as answer:
-            return str(answer.read().decode())
+            text = str(answer.read().decode())
+        return [s for family in text_string_to_metric_families(text) for s in family.samples]
+
+    def ready_replicas(self) -> tuple[int, int]:
+        """Prefill and decode replicas that the router may give work to. Raises `ApiError`."""
+        counts = {
+            sample.labels["pool"]: int(sample.value)
+            for sample in self.metrics()
+            if sample.name == Metric.REPLICAS and sample.labels["state"] == ReplicaState.READY
+        }
+        return counts.get(Role.PREFILL, 0), counts.get(Role.DECODE, 0)
 
     def chat(
         self, model: str, messages: Sequence[Mapping[str, str]], max_tokens: int

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from headrace.cluster.config import ClusterConfig, Processes, load_config
 from headrace.cluster.holders import LocalRoles, RayRoles, Roles
-from headrace.cluster.http import HttpApi
+from headrace.cluster.http import ApiError, HttpApi
 from headrace.cluster.roles import build_id, prepare_process, role_settings
 from headrace.cluster.rundir import Phase, RunDir, RunState, lock_run
 from headrace.cluster.session import (
@@ -127,7 +127,7 @@ class Leader:
             refuse_open_listeners(members, {config.listen_host, router.host})
 
     async def _wait_ready(self) -> None:
-        """Until every expected role is a ready member and the router answers `/ready`.
+        """Until every expected role is a ready member and the router reaches all of them.
 
         Raises `ConfigError` for mixed builds and when `times.ready_s` is over."""
         from headrace.kvstore import MemberBoard
@@ -146,7 +146,7 @@ class Leader:
                 if not missing and await asyncio.to_thread(self._router_ready, members):
                     check_builds(members.values())
                     return
-                waiting = ", ".join(missing) or "the router to say ready"
+                waiting = ", ".join(missing) or "the router to reach them"
                 self._say(
                     Phase.STARTING, f"{len(serving)}/{len(expected)} roles, waiting for {waiting}"
                 )
@@ -163,9 +163,13 @@ class Leader:
     def _router_ready(self, members: dict[str, Member]) -> bool:
         router = self._config.router_settings(self._run)
         port = router.port or int(members["router-0"].address.rpartition(":")[2])
-        api = HttpApi(f"http://{_dialable(router.host)}:{port}")
+        api = HttpApi(f"http://{_dialable(router.host)}:{port}", router.keys[0].key)
         self._state = replace(self._state, url=api.url)
-        return api.ready()
+        # `/ready` wants one decode replica; a cluster is up when the router can reach them all
+        pools = self._config.pools
+        with contextlib.suppress(ApiError):
+            return api.ready() and api.ready_replicas() == (pools.prefill, pools.decode)
+        return False
 
     def _watch(self) -> None:
         """Until asked to stop: bring back the Valkey if it dies. From the main thread only, since

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
 
 from headrace.cluster.chat import api_of
@@ -93,14 +92,14 @@ def _samples(run: RunDir, state: RunState) -> tuple[dict[tuple[str, str], float]
     """{(metric, replica): value}, whether the router says ready, and notes."""
     try:
         api = api_of(run)
-        ready, text = api.ready(), api.metrics()
+        ready, found = api.ready(), api.metrics()
     except (ApiError, ConfigError) as error:
         return {}, False, [error.message]
-    samples = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if "replica" in sample.labels:
-                samples[sample.name, sample.labels["replica"]] = sample.value
+    samples = {
+        (sample.name, sample.labels["replica"]): sample.value
+        for sample in found
+        if "replica" in sample.labels
+    }
     return samples, ready, []
 
 

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from headrace.cluster.config import load_config
+from headrace.cluster.http import HttpApi
 from headrace.cluster.roles import role_settings
 from headrace.cluster.rundir import RunDir
 from headrace.core.card import Member, Role
@@ -64,9 +65,8 @@ async def test_roles_start_and_end_as_plain_processes(
             stack.callback(processes[name].kill)
         members = await all_members(run, config, {name for _, name in ROLES})
         url = members["router-0"].address.replace("tcp://", "http://")
-        until(
-            lambda: httpx.get(f"{url}/ready", trust_env=False).status_code == 200, 30.0, "unready"
-        )
+        api = HttpApi(url, run.api_key("local"))
+        until(lambda: api.ready_replicas() == (1, 1), 30.0, "not reached")
         for name, process in processes.items():
             assert members[name].pid == process.pid
             assert "_raylet" not in Path(f"/proc/{process.pid}/maps").read_text()

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.cluster.config import load_config
+from headrace.cluster.http import ApiError, HttpApi
 from headrace.cluster.roles import role_settings
 from headrace.cluster.rundir import RunDir, RunState
 from headrace.cluster.session import Process, read_process, run_members
@@ -147,17 +147,9 @@ class Live:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples with this name and at least these labels."""
-        answer = httpx.get(
-            f"{self.url}/metrics",
-            headers={"Authorization": f"Bearer {self.key()}"},
-            trust_env=False,
-        )
-        answer.raise_for_status()
+        samples = HttpApi(self.url, self.key()).metrics()
         return sum(
-            sample.value
-            for family in text_string_to_metric_families(answer.text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
+            s.value for s in samples if s.name == name and labels.items() <= s.labels.items()
         )
 
     def records(self) -> list[dict[str, Any]]:
@@ -274,7 +266,10 @@ class Live:
         why: list[str] = []
 
         def quiet() -> bool:
-            why[:] = self._unsettled()
+            try:
+                why[:] = self._unsettled()
+            except ApiError as error:  # the router is away
+                why[:] = [error.message]
             return not why
 
         self.until(quiet, within_s, lambda: f"not settled: {why}")
@@ -285,6 +280,10 @@ class Live:
         why += [] if view["ready"] else ["/ready"]
         if why:
             return why
+        for pool in ("prefill", "decode"):
+            roles = [role for role in view["roles"] if role["role"] == pool]
+            if self.metric("headrace_replicas", pool=pool, state="ready") != len(roles):
+                return [f"the router does not reach all of {pool}"]
         if self.metric("headrace_requests_open"):
             why.append("requests open")
         stat = self.wait(self.store().stat())
@@ -364,10 +363,13 @@ def values(cluster: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def home() -> Iterator[Path]:
+def home(request: pytest.FixtureRequest) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="hr-"))
     yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    if request.session.testsfailed:
+        print(f"the clusters' files and logs are kept in {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
