@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 STAGES = (
     "queue_s",
     "tokenise_s",
+    "vision_s",  # waiting for rows of pictures
     "prefill_wait_s",
     "prefill_s",
     "seal_s",
@@ -36,6 +37,8 @@ class RequestRecord:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    pictures: int = 0  # spans of the prompt
+    pictures_made: int = 0  # of them, those that a vision replica opened pixels for
     epoch: int = 0
     attempts: int = 0
     resumes: int = 0  # of these, attempts that went on after tokens of a former one

@@ -26,8 +26,9 @@ from headrace.router.http import Exchange
 from headrace.router.jsonbody import Json, parse_object
 from headrace.router.keys import Principal
 from headrace.router.pictures import PictureFile, Placed, open_files, place_pictures
+from headrace.router.pieces import Piece
 from headrace.router.protocol import Protocols, Speaker, Usage
-from headrace.router.requests import Piece, Ticket
+from headrace.router.requests import Ticket
 from headrace.router.settings import RouterSettings
 from headrace.router.tokens import OFF_LOOP_CHARS
 from headrace.router.validate import (

@@ -7,6 +7,7 @@ from typing import Any
 from headrace.core.errors import InvalidRequest
 from headrace.core.limits import EdgeLimits, Limit
 from headrace.router.jsonbody import Json, check_text, show_name
+from headrace.router.pictures import IMAGE_KINDS, part_chars, read_image_part
 
 TOOLS = Limit("tools", 0, 128, "tools")
 CALLS = Limit("tool_calls", 1, 128, "calls")
@@ -22,15 +23,16 @@ FIELDS: dict[str, frozenset[str]] = {
 }
 
 
-def read_messages(value: Any, limits: EdgeLimits) -> list[Json]:
-    """Checked messages, with only the fields a template needs. Raises `InvalidRequest`.
+def read_messages(value: Any, limits: EdgeLimits, *, images: bool = False) -> list[Json]:
+    """Checked messages, with only the fields a template needs; image parts of users if `images`.
+    Raises `InvalidRequest`.
 
     Texts stay texts: that a content spells a special token's name is legal, since prompt encoding
     never gives such a token to content."""
     if not isinstance(value, list) or not value:
         raise InvalidRequest("messages must be a non-empty list", param="messages")
     Limit("messages", 1, limits.messages, "messages").at_most(len(value))
-    out = [_message(item, f"messages[{i}]") for i, item in enumerate(value)]
+    out = [_message(item, f"messages[{i}]", images) for i, item in enumerate(value)]
     if not any(message["role"] in ("user", "tool") for message in out):
         raise InvalidRequest("messages must hold one of role user", param="messages")
     chars = sum(_text_chars(message) for message in out)
@@ -63,7 +65,7 @@ def read_tools(value: Any) -> list[Json]:
     return value
 
 
-def _message(item: Any, where: str) -> Json:
+def _message(item: Any, where: str, images: bool) -> Json:
     role = item.get("role") if isinstance(item, dict) else None
     if role == "developer":
         role = "system"  # its newer name
@@ -87,7 +89,8 @@ def _message(item: Any, where: str) -> Json:
     if content is None and role == "assistant" and "tool_calls" in out:
         out["content"] = None
     else:
-        out["content"] = _content(content, f"{where}.content", may_be_empty)
+        may_show = images and role == "user"
+        out["content"] = _content(content, f"{where}.content", may_be_empty, may_show)
     return out
 
 
@@ -126,7 +129,7 @@ def _assistant(item: Json, where: str) -> Json:
     return out
 
 
-def _content(value: Any, where: str, may_be_empty: bool) -> str | list[Json]:
+def _content(value: Any, where: str, may_be_empty: bool, may_show: bool) -> str | list[Json]:
     if isinstance(value, str):
         return _string(value, where, empty=may_be_empty)
     if not isinstance(value, list) or not value:
@@ -135,8 +138,11 @@ def _content(value: Any, where: str, may_be_empty: bool) -> str | list[Json]:
     for i, part in enumerate(value):
         at = f"{where}[{i}]"
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("image_url", "input_image", "image"):
-            raise InvalidRequest("images are not offered by this deployment", param=at)
+        if kind in IMAGE_KINDS:
+            if not may_show:
+                raise InvalidRequest("images are not offered here", param=at)
+            parts.append(read_image_part(part, at))
+            continue
         if kind != "text":
             raise InvalidRequest(f"{at}.type must be text", param=at)
         _object(part, {"type", "text"}, at)
@@ -176,7 +182,7 @@ def _check_strings(value: Any, where: str) -> None:
 
 def _text_chars(message: Json) -> int:
     content = message["content"] or ""
-    texts = [part["text"] for part in content] if isinstance(content, list) else [content]
-    texts.append(message.get("reasoning_content", ""))
+    chars = sum(map(part_chars, content)) if isinstance(content, list) else len(content)
+    texts = [message.get("reasoning_content", "")]
     texts += [call["function"]["arguments"] for call in message.get("tool_calls", ())]
-    return sum(map(len, texts))
+    return chars + sum(map(len, texts))

@@ -19,6 +19,7 @@ from headrace.core.rows import (
     plan_decode,
     plan_prefill,
     plan_resume,
+    record_position,
     wants_prefill,
 )
 from headrace.router.ledger import Load
@@ -56,6 +57,7 @@ class Work:
     hit_tokens: int
     plan: RowPlan
     prefill_plan: RowPlan
+    handed_start: int  # where decode begins after a whole hand-off
     wants_prefill: bool
     hit_tiers: Mapping[str, int] = field(default_factory=dict)  # tokens of the hit, by tier
 
@@ -99,6 +101,9 @@ def size_up(
     prompt's whole blocks counts up to them. `n_generated`: tokens that it resumes after;
     `depth_tokens` as in `plan_decode`."""
     hit = min(hit_blocks * GRAIN, floor_grain(n_tokens))
+    made = (record_position(n_tokens, keep_tokens),)
+    whole = floor_grain(n_tokens)
+    handed = plan_decode(n_tokens, whole, keep_tokens, made, geometry, depth_tokens=depth_tokens)
     if n_generated:
         first = max(0, n_tokens - keep_tokens)
         known = n_tokens + n_generated
@@ -111,6 +116,7 @@ def size_up(
         hit,
         plan,
         plan_prefill(n_tokens, hit, keep_tokens, windows, geometry, depth_tokens=depth_tokens),
+        handed.start,
         wants_prefill(plan, n_tokens, keep_tokens, local_prefill_rows),
     )
 

@@ -19,6 +19,7 @@ from headrace.core.chain import TokenIds, as_token_ids
 from headrace.core.errors import InvalidRequest
 from headrace.core.request import FinishReason
 from headrace.router.jsonbody import Json
+from headrace.router.pictures import count_images
 from headrace.router.tokens import StopScanner, TextStream, Vocabulary
 
 _ALIAS = "headrace"
@@ -94,7 +95,8 @@ class Protocols:
         ).with_model_alias(_ALIAS, recipe.ModelVersion.DeepseekV41Flash)
 
     def chat_prompt(self, chat: Json) -> ChatPrompt:
-        """Render and encode a checked chat body. O(text), releases the GIL while encoding.
+        """Render and encode a checked chat body; a picture becomes one placeholder. O(text),
+        releases the GIL while encoding.
 
         Raises `InvalidRequest` for what the template refuses, in our words."""
         try:
@@ -103,10 +105,9 @@ class Protocols:
             raise InvalidRequest(_message_of(error), param="messages") from None
         except ValueError:  # the library's text names Rust types
             raise InvalidRequest("messages cannot be rendered", param="messages") from None
-        if request.conversation.messages and any(
-            message.image_sources for message in request.conversation.messages
-        ):
-            raise InvalidRequest("images are not offered by this deployment", param="messages")
+        seen = sum(len(message.image_sources) for message in request.conversation.messages or ())
+        if seen != count_images(chat["messages"]):
+            raise InvalidRequest("messages cannot be rendered with these images", param="messages")
         return ChatPrompt(request, as_token_ids(self._encoding.encode(request.conversation)))
 
     def completion_speaker(self, request_id: str, model: str, stop: tuple[str, ...]) -> Speaker:

@@ -12,11 +12,11 @@ import contextlib
 import logging
 from typing import Any, Protocol
 
-from headrace.core.card import Member, ModelCard, Role
+from headrace.core.card import Member, ModelCard, Role, VisionCard
 from headrace.core.clock import SYSTEM_CLOCK, Clock
 from headrace.core.errors import HeadraceError, WireError
 from headrace.core.limits import LeaseTimes, WireLimits
-from headrace.core.messages import Hello, JobFailed, LoadReport, PrefillDone, TokenBatch
+from headrace.core.messages import Hello, JobFailed, LoadReport, PrefillDone, TokenBatch, VisionDone
 from headrace.core.peers import NO_JOB, Peer, introduce
 from headrace.core.rows import GRAIN
 from headrace.core.states import REPLICA_TABLE, ReplicaEvent, ReplicaState
@@ -25,7 +25,7 @@ from headrace.router.ledger import Ledger
 from headrace.router.policy import Candidate
 
 log = logging.getLogger(__name__)
-POOLS = (Role.PREFILL, Role.DECODE)
+POOLS = (Role.VISION, Role.PREFILL, Role.DECODE)
 SILENT_LEASES = 3  # how long, without Redis, a replica that says nothing counts as alive
 RETRY_S = (0.05, 1.0)  # first and longest pause between two attempts to connect
 
@@ -35,6 +35,7 @@ class Sink(Protocol):
 
     def on_tokens(self, replica: Replica, batch: TokenBatch) -> None: ...
     def on_prefill_done(self, replica: Replica, message: PrefillDone) -> None: ...
+    def on_vision_done(self, replica: Replica, message: VisionDone) -> None: ...
     def on_failed(self, replica: Replica, message: JobFailed) -> None: ...
     def on_lost(self, replica: Replica) -> None: ...
     def on_load(self) -> None: ...
@@ -114,6 +115,7 @@ class Replicas:
         self._clock = clock
         self._by_name: dict[tuple[Role, str], Replica] = {}
         self._card: ModelCard | None = None
+        self._vision: VisionCard | None = None
         self._poll: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -142,7 +144,20 @@ class Replicas:
     def routable(self, role: Role) -> list[Replica]:
         """Replicas of a pool that may get new work: ready, linked, and of the served model."""
         card = self.card
-        return [r for r in self._ready(role) if card is None or r.member.card == card]
+        found = [r for r in self._ready(role) if card is None or r.member.card == card]
+        if role is Role.VISION:
+            vision = self.vision_card
+            found = [r for r in found if r.member.vision == vision]
+        return found
+
+    @property
+    def vision_card(self) -> VisionCard | None:
+        """How pictures are encoded: as a ready vision replica of the served model says. It stays
+        when all are gone, since what they made can still be used."""
+        cards = [r.member.vision for r in self._ready(Role.VISION) if r.member.card == self.card]
+        if self._vision not in cards:
+            self._vision = next((card for card in cards if card is not None), self._vision)
+        return self._vision
 
     def candidate(self, replica: Replica) -> Candidate:
         return Candidate(
@@ -271,6 +286,8 @@ class Replicas:
                 self._sink.on_load()
             case PrefillDone():
                 self._sink.on_prefill_done(replica, message)
+            case VisionDone():
+                self._sink.on_vision_done(replica, message)
             case JobFailed() if message.key == NO_JOB:
                 log.warning("%s refuses this router: %s", replica.name, message.message)
             case JobFailed():

@@ -16,15 +16,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from headrace.core import faults
 from headrace.core.chain import as_token_ids
 from headrace.core.clock import SYSTEM_CLOCK
-from headrace.core.errors import DeadlineExceeded, HeadraceError, ReplicaLost
-from headrace.core.ids import JobKey
+from headrace.core.errors import DeadlineExceeded, HeadraceError, PicturesMissing, ReplicaLost
+from headrace.core.ids import Digest, JobKey
 from headrace.core.messages import (
     Cancel,
     DecodeJob,
@@ -42,8 +42,10 @@ from headrace.core.states import (
     RequestState,
 )
 from headrace.router.ledger import Charge
+from headrace.router.pieces import Arrival, Piece, Trouble
 from headrace.router.policy import Route, Work
 from headrace.router.replicas import Replica
+from headrace.router.sight import Sight
 
 if TYPE_CHECKING:
     from headrace.router.desk import Desk
@@ -52,38 +54,21 @@ log = logging.getLogger(__name__)
 PREFILL_REPORT_S = 0.25  # how long an answer's end waits for its prefill's counts
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What a ticket gives next. With `restart` everything given before is void: another attempt
-    begins at the first token (where resuming is off). An empty piece without `finish` means that
-    nothing came in time."""
-
-    token_ids: tuple[int, ...] = ()
-    finish: FinishReason | None = None
-    restart: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """An attempt has failed. `replica` is the key of the one to avoid next, if one is to blame."""
-
-    error: HeadraceError
-    retryable: bool
-    replica: str = ""
-
-
-Arrival: TypeAlias = Piece | Trouble
-
-
 class Ticket:
     """One accepted request. Driven by one task through `next` and `end`; replicas' messages come in
     through the desk on the same loop."""
 
     def __init__(
-        self, desk: Desk, request: GenRequest, record: RequestRecord, arrived_s: float
+        self,
+        desk: Desk,
+        request: GenRequest,
+        record: RequestRecord,
+        arrived_s: float,
+        files: Mapping[Digest, bytes] | None = None,
     ) -> None:
         """`request.deadline_s` is what is left at this moment; `arrived_s` is the request's own
-        beginning by the system clock."""
+        beginning by the system clock; `files` are its pictures."""
+        self.sight = Sight(desk, request, files, record)
         self._desk = desk
         self._base = request
         self.record = record
@@ -244,6 +229,7 @@ class Ticket:
             self.record.stage("queue_s", SYSTEM_CLOCK.now_s() - begun_s)
             self._work = work
             self._commit(route)
+            await self.sight.ready(self.key, work, handed_off=self.prefill is not None)
             await self._send()
         except HeadraceError as error:
             self._put(Trouble(error, retryable=False))
@@ -299,7 +285,9 @@ class Ticket:
         if not trouble.retryable or not self._may_repeat(resume):
             raise trouble.error
         log.warning("%s: another attempt after: %s", self.key, trouble.error.message)
-        if trouble.replica:
+        if isinstance(trouble.error, PicturesMissing):
+            self.sight.distrust()
+        elif trouble.replica:
             self._avoid.add(trouble.replica)
         if self._dispatching is not None:
             self._dispatching.cancel()
@@ -343,6 +331,7 @@ class Ticket:
             self.decode.post(Cancel(self.key, reason))
         if self.prefill is not None and not (finished and self.prefill_report is not None):
             self.prefill.post(Cancel(self.key, reason))
+        self.sight.withdraw(self.key, reason)
         self._release()
 
     def _release(self) -> None:

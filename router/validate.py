@@ -19,6 +19,7 @@ from headrace.core.limits import EdgeLimits, Limit
 from headrace.core.request import SEED, TEMPERATURE, TOP_P
 from headrace.router.jsonbody import Json, check_text, show_name
 from headrace.router.messages import read_messages, read_tools
+from headrace.router.pictures import part_chars, take_urls
 
 IGNORED = frozenset(
     # of the API, without meaning here; and names under which others take identities from clients:
@@ -57,6 +58,7 @@ class Ask:
     include_usage: bool
     chat: Json | None = None
     prompt: str | TokenIds | None = None
+    images: tuple[tuple[str, str], ...] = ()  # (place, data URL) of every image part of `chat`
 
     @property
     def prompt_chars(self) -> int:
@@ -66,12 +68,15 @@ class Ask:
         return len(self.prompt) if isinstance(self.prompt, str) else 0
 
 
-def read_chat(body: Json, limits: EdgeLimits) -> Ask:
-    """A `/v1/chat/completions` body. Raises `InvalidRequest` naming the field."""
+def read_chat(body: Json, limits: EdgeLimits, *, images: bool = False) -> Ask:
+    """A `/v1/chat/completions` body, with pictures if `images`. Raises `InvalidRequest` naming the
+    field."""
     ask = _read_shared(body, CHAT, limits, "max_completion_tokens")
     _integer(body, "top_logprobs", Limit("top_logprobs", 0, limits.top_logprobs))
     _refuse_format(body.get("response_format"))
-    chat: Json = {"messages": read_messages(body.get("messages"), limits), "stream": ask.stream}
+    messages = read_messages(body.get("messages"), limits, images=images)
+    urls = take_urls(messages)
+    chat: Json = {"messages": messages, "stream": ask.stream}
     if ask.include_usage:
         chat["stream_options"] = {"include_usage": True}
     tools = read_tools(body.get("tools"))
@@ -82,7 +87,7 @@ def read_chat(body: Json, limits: EdgeLimits) -> Ask:
         raise InvalidRequest("tool_choice needs tools", param="tool_choice")
     chat |= _thinking(body)
     chat |= {"temperature": ask.temperature, "top_p": ask.top_p, "stop": list(ask.stop)}
-    return replace(ask, chat=chat)
+    return replace(ask, chat=chat, images=urls)
 
 
 def read_completion(body: Json, limits: EdgeLimits) -> Ask:
@@ -166,7 +171,7 @@ def _read_shared(
 def _chars(message: Json) -> int:
     content = message.get("content")
     if isinstance(content, list):
-        return sum(len(part["text"]) for part in content)
+        return sum(map(part_chars, content))
     return len(content or "")
 
 

@@ -1,0 +1,155 @@
+"""Pictures of a chat request: data URLs in, files with headers and keys out.
+
+Only headers are read here; pixels are opened by vision replicas alone. Nothing is ever fetched:
+a URL of another scheme is refused before its host is looked at.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from headrace.core.card import VisionCard
+from headrace.core.chain import TokenIds
+from headrace.core.errors import InvalidRequest, LimitExceeded
+from headrace.core.ids import Digest
+from headrace.core.images import (
+    ImageHeader,
+    ImageLimits,
+    ImageSpan,
+    expand_placeholders,
+    image_digest,
+    read_header,
+    resized_grid,
+)
+from headrace.router.jsonbody import Json
+
+IMAGE_KINDS = frozenset({"image_url", "input_image", "image"})
+DETAILS = (None, "auto", "high")  # one resolution is offered
+_HEAD = re.compile(r"data:image/[a-z0-9.+-]{1,64}((?:;[a-z0-9=.+-]{1,64}){0,4});base64,", re.I)
+# What the protocol library is given instead of a picture: it needs to know of one, not its bytes.
+_STAND_IN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+Urls: TypeAlias = Sequence[tuple[str, str]]  # (place in the request, data URL)
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFile:
+    """One picture as sent. `param` is its place in the request, for messages."""
+
+    data: bytes
+    header: ImageHeader
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A prompt with its pictures drawn out to rows, and the file behind each of the keys."""
+
+    token_ids: TokenIds
+    spans: tuple[ImageSpan, ...] = ()
+    files: Mapping[Digest, bytes] | None = None
+
+
+def read_image_part(part: Json, where: str) -> Json:
+    """A checked `image_url` part. Raises `InvalidRequest`; no host is looked at."""
+    if part.get("type") != "image_url":
+        raise InvalidRequest(f"{where}.type must be image_url for an image", param=where)
+    image = part.get("image_url")
+    if set(part) != {"type", "image_url"} or not isinstance(image, dict):
+        raise InvalidRequest(f"{where} must hold type and image_url", param=where)
+    url, detail = image.get("url"), image.get("detail")
+    if set(image) - {"url", "detail"} or not isinstance(url, str):
+        raise InvalidRequest(f"{where}.image_url must hold url", param=where)
+    if detail not in DETAILS or isinstance(detail, bool):
+        raise InvalidRequest(f"{where}.image_url.detail must be auto or high", param=where)
+    if not url[:5].lower() == "data:":
+        raise InvalidRequest(
+            "images are taken as data: URLs only; other URLs are not fetched", param=where
+        )
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def take_urls(messages: Sequence[Json]) -> tuple[tuple[str, str], ...]:
+    """The data URLs of checked messages in order; each is replaced by a stand-in (mutates them)."""
+    found: list[tuple[str, str]] = []
+    for number, message in enumerate(messages):
+        content = message["content"]
+        if not isinstance(content, list):
+            continue
+        for place, part in enumerate(content):
+            if part["type"] == "image_url":
+                found.append((f"messages[{number}].content[{place}]", part["image_url"]["url"]))
+                content[place] = _STAND_IN
+    return tuple(found)
+
+
+def count_images(messages: Sequence[Json]) -> int:
+    """Image parts of checked messages."""
+    contents = (message["content"] for message in messages)
+    lists = (content for content in contents if isinstance(content, list))
+    return sum(part["type"] == "image_url" for content in lists for part in content)
+
+
+def open_files(urls: Urls, limits: ImageLimits) -> tuple[PictureFile, ...]:
+    """Files and headers behind data URLs, within `limits`. O(bytes); may run in a thread.
+
+    Raises `LimitExceeded` or `InvalidRequest` naming the place of the first bad one."""
+    limits.check_count(len(urls))
+    return tuple(_open(param, url, limits) for param, url in urls)
+
+
+def _open(param: str, url: str, limits: ImageLimits) -> PictureFile:
+    head = _HEAD.match(url)
+    if head is None:
+        raise InvalidRequest(
+            "an image must be given as data:image/<type>;base64,<data>", param=param
+        )
+    n_bytes = (len(url) - head.end()) * 3 // 4
+    if n_bytes > limits.file_bytes + 2:
+        raise LimitExceeded(
+            f"an image file is limited to {limits.file_bytes} bytes, got about {n_bytes}",
+            param=param,
+        )
+    try:
+        data = base64.b64decode(url[head.end() :], validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequest("the image's data is not base64", param=param) from None
+    return PictureFile(data, read_header(data, limits, param=param), param)
+
+
+def place_pictures(
+    token_ids: TokenIds,
+    image_token_id: int,
+    files: Sequence[PictureFile],
+    vision: VisionCard,
+    root: Digest,
+) -> Placed:
+    """Draw every placeholder out to its picture's rows and key the pictures by content. O(bytes).
+
+    Raises `InvalidRequest` for a size that does not fit, or another number of placeholders."""
+    images: list[tuple[int, Digest]] = []
+    by_digest: dict[Digest, bytes] = {}
+    for file in files:
+        header = file.header
+        grid = resized_grid(header.width, header.height, vision.geometry, param=file.param)
+        digest = image_digest(
+            file.data,
+            header,
+            preprocessing=vision.preprocessing,
+            model=vision.tower,
+            root=root,
+        )
+        images.append((grid.n_tokens, digest))
+        by_digest[digest] = file.data
+    expanded = expand_placeholders(token_ids, image_token_id, images)
+    return Placed(expanded.token_ids, expanded.spans, by_digest)
+
+
+def part_chars(part: Any) -> int:
+    """Characters of text in a checked part."""
+    return len(part.get("text", ""))

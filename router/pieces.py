@@ -1,0 +1,32 @@
+"""What arrives for a request: pieces of its answer, and the trouble that ends an attempt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from headrace.core.errors import HeadraceError
+from headrace.core.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a ticket gives next. With `restart` everything given before is void: another attempt
+    begins at the first token (where resuming is off). An empty piece without `finish` means that
+    nothing came in time."""
+
+    token_ids: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    restart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """An attempt has failed. `replica` is the key of the one to avoid next, if one is to blame."""
+
+    error: HeadraceError
+    retryable: bool
+    replica: str = ""
+
+
+Arrival: TypeAlias = Piece | Trouble
