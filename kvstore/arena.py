@@ -62,7 +62,7 @@ def plan_regions(settings: StoreSettings) -> tuple[Region, ...]:
     """The regions that `arena_bytes` is cut into. Raises `ConfigError` when a kind gets none."""
     sizes = {kind: slot_bytes(size) for kind, size in settings.payload_bytes().items()}
     if settings.share(Kind.KV) <= 0:
-        raise ConfigError("window_share and picture_share must leave room for blocks")
+        raise ConfigError("the shares of windows, pictures and states must leave room for blocks")
     slots: dict[Kind, int] = {
         kind: int(settings.arena_bytes * settings.share(kind)) // size
         for kind, size in sizes.items()
@@ -87,13 +87,14 @@ class Arena:
     keeps it, whatever became of the store."""
 
     def __init__(self, descriptor: int, regions: tuple[Region, ...]) -> None:
-        """Map an open descriptor (which stays the caller's). Raises `ConfigError` when it is
-        shorter than its regions, which would end a reader with SIGBUS later."""
+        """Map an open descriptor (which stays the caller's); half a second a GB. Raises
+        `ConfigError` when it is shorter than its regions, which would end a reader with SIGBUS."""
         size = max(region.end for region in regions)
         if os.fstat(descriptor).st_size < size:
             raise ConfigError(f"an arena of {size} bytes was announced, the descriptor is shorter")
         self.regions = regions
-        self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
+        # Populated at once: a first touch of each 4 KiB by a copy costs more than the copy.
+        self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._bytes = memoryview(self._map)
 
     def region(self, kind: Kind) -> Region | None:

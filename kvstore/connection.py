@@ -15,7 +15,7 @@ from headrace.core.frames import HEADER_BYTES, FrameCodec
 from headrace.core.ids import BootId
 from headrace.core.limits import WireLimits
 from headrace.core.link import Link, parse_address
-from headrace.kvstore.arena import Arena
+from headrace.kvstore.arena import Arena, Region
 from headrace.kvstore.layout import Buffer, checksum
 from headrace.kvstore.messages import (
     STORE_MESSAGES,
@@ -164,7 +164,8 @@ async def attach(
             attached = STORE_MESSAGES.decode(body)
         if not isinstance(attached, Attached) or len(descriptors) != 1:
             raise ConnectionAbortedError("the store did not hand over its arena")
-        arena = Arena(descriptors[0], attached.regions)
+        # The thread gets a descriptor of its own: a cancelled caller closes the others here.
+        arena = await asyncio.to_thread(_map, os.dup(descriptors[0]), attached.regions)
         reader, writer = await asyncio.open_unix_connection(sock=sock)
         return Connection(Link(reader, writer, STORE_MESSAGES, token, limits), attached.boot, arena)
     except BaseException as error:
@@ -177,6 +178,13 @@ async def attach(
     finally:
         for descriptor in descriptors:
             os.close(descriptor)  # the mapping keeps the memory
+
+
+def _map(descriptor: int, regions: tuple[Region, ...]) -> Arena:
+    try:
+        return Arena(descriptor, regions)
+    finally:
+        os.close(descriptor)
 
 
 async def _receive(sock: socket.socket, count: int, descriptors: list[int]) -> bytes:

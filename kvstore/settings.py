@@ -13,6 +13,7 @@ class Kind(StrEnum):
 
     KV = "kv"  # one block: 128 tokens of global KV
     SWA = "swa"  # one window record
+    STATE = "state"  # a sequence's private state, parked or handed over; never persisted
     MM = "mm"  # the rows of one picture; without `picture_bytes` every put answers None
 
 
@@ -26,10 +27,11 @@ class StoreSettings:
     """Settings of one store. Raises `ConfigError` naming key, bound and value.
 
     `directory` holds segments, salt and lock; one process owns it. `arena_bytes` is shared memory,
-    taken at start; `window_share` of it goes to window records and `picture_share` to pictures.
-    `ssd_bytes` is taken at start too, in files of `segment_bytes`. `block_bytes`, `window_bytes`
-    and `picture_bytes` (0: no pictures are stored) are the largest payloads of the slot classes,
-    from the model. A group of written slots is synced after `group_bytes` or `group_s`, whichever
+    taken at start; `window_share` of it goes to window records, `picture_share` to pictures and
+    `state_share` to the states of sequences, which are never persisted.
+    `ssd_bytes` is taken at start too, in files of `segment_bytes`. `block_bytes`, `window_bytes`,
+    `picture_bytes` (0: no pictures are stored) and `state_bytes` (0: no states) are the largest
+    payloads of the slot classes, from the model. A group of written slots is synced after `group_bytes` or `group_s`, whichever
     comes first."""
 
     directory: str
@@ -39,8 +41,10 @@ class StoreSettings:
     block_bytes: int
     window_bytes: int
     picture_bytes: int = 0
+    state_bytes: int = 0
     window_share: float = 0.25
     picture_share: float = 0.1
+    state_share: float = 0.1
     group_bytes: int = 64 << 20
     group_s: float = 0.2
     index_deadline_s: float = 0.05  # every call to Redis; no retries
@@ -57,6 +61,7 @@ class StoreSettings:
             ("block_bytes", 1),
             ("window_bytes", 1),
             ("picture_bytes", 0),
+            ("state_bytes", 0),
             ("group_bytes", 1),
         ):
             value = getattr(self, name)
@@ -65,6 +70,7 @@ class StoreSettings:
         for name, low, high in (
             ("window_share", 0.01, 0.9),
             ("picture_share", 0.01, 0.9),
+            ("state_share", 0.01, 0.9),
             ("group_s", 0.0, 60.0),
             ("index_deadline_s", 0.001, 10.0),
             ("claim_s", 0.1, 3600.0),
@@ -82,13 +88,19 @@ class StoreSettings:
             Kind.KV: self.block_bytes,
             Kind.SWA: self.window_bytes,
             Kind.MM: self.picture_bytes,
+            Kind.STATE: self.state_bytes,
         }
         return {kind: size for kind, size in sizes.items() if size}
 
     def share(self, kind: Kind) -> float:
         """The part of the arena that goes to `kind`; blocks take what the others leave."""
         pictures = self.picture_share if self.picture_bytes else 0.0
-        others: dict[Kind, float] = {Kind.SWA: self.window_share, Kind.MM: pictures}
+        states = self.state_share if self.state_bytes else 0.0
+        others: dict[Kind, float] = {
+            Kind.SWA: self.window_share,
+            Kind.MM: pictures,
+            Kind.STATE: states,
+        }
         return others.get(kind, 1.0 - sum(others.values()))
 
 

@@ -119,13 +119,14 @@ class StoreState:
                 checksum,
                 int(self.clock.wall_s()),
                 VISIBILITY_TABLE.step(made.visibility, VisibilityEvent.SEAL, made.number).state,
-                Saving.WAITING,
+                Saving.GIVEN_UP if made.facts.kind is Kind.STATE else Saving.WAITING,
             )
             self.objects[made.key] = entry
             self.residents.enter(entry, made.slot)
-            self._unsaved.append(entry)
-            self._mark(entry)
-            self.on_unsaved()
+            if entry.saving is Saving.WAITING:
+                self._unsaved.append(entry)
+                self._mark(entry)
+                self.on_unsaved()
         else:
             entry.step(VisibilityEvent.SEAL)  # ignored by the table: the first writer won
             self.residents.give(entry.kind, made.slot)
