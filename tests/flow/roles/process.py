@@ -27,6 +27,11 @@ async def main(what: dict[str, Any]) -> None:
 
         await run_store(role, StoreSettings(**settings), ready=ready)
         return
+    if kind == "vision":
+        from headrace.vision import VisionSettings, run_vision
+
+        await run_vision(role, VisionSettings(), ready=ready)
+        return
     from headrace.engine import EngineSettings
 
     if kind == "prefill":
