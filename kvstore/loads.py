@@ -91,13 +91,13 @@ class Loader:
 
     def _read_one(self, entry: Entry, slot: int) -> bool:
         # In an I/O thread; the entry is pinned, so neither its disk place nor the slot moves.
-        residents = self._state.residents
-        if entry.disk is None:
+        residents, disk = self._state.residents, entry.disk
+        if disk is None:
             return False
         payload = residents.arena.payload(
             residents.regions[entry.kind], slot, entry.facts.payload_bytes
         )
-        header = self._files.read(entry.disk, payload)
+        header = self._files.read(disk, payload)
         return (
             header is not None
             and header.facts == entry.facts

@@ -62,6 +62,7 @@ class Writer:
         self._thread = thread
         self._wake = asyncio.Event()
         self._stopping = False
+        self._group: list[_Write] = []  # written, not yet synced
         self._disk = Breaker(state.clock, failures=3, rest_s=5.0)
         self.recycled = 0
         self.errors = 0
@@ -74,29 +75,30 @@ class Writer:
                 await self._wake.wait()
             self._wake.clear()
             await self._erase()
-            group = await self._collect()
-            await self._commit(group)
-            if self._stopping and not group:
+            taken = await self._collect()
+            await self._commit()
+            if self._stopping and not taken:
                 return
 
     def stop(self) -> None:
         self._stopping = True
         self._wake.set()
 
-    async def _collect(self) -> list[_Write]:
-        """Write objects as they are sealed, until the group is large or old enough."""
+    async def _collect(self) -> int:
+        """Write objects as they are sealed, until the group is large or old enough; how many
+        objects were taken up."""
         loop = asyncio.get_running_loop()
         closes_s = loop.time() + self._settings.group_s
-        group: list[_Write] = []
-        total = 0
+        taken = total = 0
         while total < self._settings.group_bytes:
             batch = self._state.take_unsaved(_BATCH_BYTES)
             if batch:
-                group += await self._write(batch)
+                await self._write(batch)
+                taken += len(batch)
                 total += sum(entry.facts.payload_bytes for entry in batch)
                 continue
             left_s = closes_s - loop.time()
-            if left_s <= 0 or self._stopping or not group:
+            if left_s <= 0 or self._stopping or not self._group:
                 break
             try:
                 async with asyncio.timeout(left_s):
@@ -104,24 +106,33 @@ class Writer:
             except TimeoutError:
                 break
             self._wake.clear()
-        return group
+        return taken
 
-    async def _write(self, batch: Sequence[Entry]) -> list[_Write]:
+    async def _write(self, batch: Sequence[Entry]) -> None:
+        """Write a batch of objects into slots and add them to the group."""
         # A disk that fails is left alone for a while: each try may cost a segment's contents.
         claimed = await self._publisher.claim(batch) if self._disk.admits() else frozenset()
         writes: list[_Write] = []
         for entry in batch:
-            place = await self._place(entry.kind) if entry in claimed else None
+            place = self._files.next_place(entry.kind) if entry in claimed else None
+            if place is None and entry in claimed:
+                await self._write_out(writes)
+                writes = []
+                place = await self._recycle(entry.kind)
             if place is None:
                 self._state.count.unsaved += 1
                 self._state.not_saved(entry)
             else:
                 writes.append(_Write(entry, place))
+        await self._write_out(writes)
+
+    async def _write_out(self, writes: Sequence[_Write]) -> None:
+        if not writes:
+            return
         done = await self._in_thread(lambda: [self._write_one(write) for write in writes])
-        good: list[_Write] = []
         for write, outcome in zip(writes, done, strict=True):
             if outcome is _Outcome.WRITTEN:
-                good.append(write)
+                self._group.append(write)
                 continue
             self._state.not_saved(write.entry, write.place)
             if outcome is _Outcome.FAILED:
@@ -129,7 +140,6 @@ class Writer:
             elif not write.entry.dropped:  # a reader may have been faster
                 self._state.count.damaged += 1
                 self._state.drop(write.entry, erase=False)
-        return good
 
     def _write_one(self, write: _Write) -> _Outcome:
         # In the I/O thread. The entry is pinned, so its slot stays; a client that wrote over it
@@ -149,14 +159,13 @@ class Writer:
             log.warning("an object was not written: %s", type(error).__name__)
             return _Outcome.FAILED
 
-    async def _place(self, kind: Kind) -> DiskPlace | None:
-        """The next slot on disk, recycling the oldest segment that nobody holds if need be.
+    async def _recycle(self, kind: Kind) -> DiskPlace | None:
+        """The first slot of the oldest segment that nobody holds, in its next life.
 
         Order: forget what it held, raise its generation on disk, sync, drop the records, reuse."""
-        place = self._files.next_place(kind)
-        if place is not None:
-            return place
         for segment in self._files.candidates(kind):
+            if any(write.place.segment == segment.number for write in self._group):
+                await self._commit()  # what it holds is not known to the state before that
             if not self._state.segment_is_free(segment.number):
                 continue
             used = segment.header.kind is not None
@@ -173,8 +182,9 @@ class Writer:
             return self._files.next_place(kind)
         return None
 
-    async def _commit(self, group: Sequence[_Write]) -> None:
-        """Sync, tell the state, publish."""
+    async def _commit(self) -> None:
+        """Sync the group, tell the state, publish."""
+        group, self._group = self._group, []
         if not group:
             return
         numbers = {write.place.segment for write in group}

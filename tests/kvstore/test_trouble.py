@@ -254,3 +254,28 @@ async def test_frames_of_noise_end_their_connection_and_nothing_else(rig, things
         await writer.wait_closed()
     client = await rig.client()
     assert None not in await client.put(Kind.KV, things.blocks(1))
+
+
+async def test_one_group_larger_than_the_disk_reuses_nothing_that_is_not_yet_synced(
+    rig, things, when_idle
+):
+    """40 blocks in one group, and one segment of 15 slots to write them to."""
+    await rig.start(
+        arena_bytes=1 << 20, ssd_bytes=2 * (64 << 10), segment_bytes=64 << 10, group_s=0.3
+    )
+    client = await rig.client()
+    await client.put(Kind.SWA, things.windows(0))  # the other segment is the windows'
+    await when_idle(client)
+    await client.put(Kind.KV, things.blocks(*range(40)))
+    stat = await when_idle(client)
+    assert (stat.writes, stat.recycled, stat.damaged) == (41, 2, 0)
+    assert (stat.ssd_objects, stat.blocks, stat.windows) == (11, 10, 1)
+    await rig.restart()
+    stat = await client.stat()
+    assert (stat.ssd_objects, stat.blocks, stat.windows) == (11, 10, 1)
+    dest = bytearray(3000)
+    for number in range(30, 40):
+        (place,) = await client.open_prefix([things.digest(number)], None)
+        assert client.read_into(place, things.digest(number), dest)
+        assert bytes(dest) == things.payload(number)
+    assert (await client.stat()).damaged == 0
