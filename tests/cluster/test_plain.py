@@ -21,6 +21,7 @@ from headrace.cluster.config import load_config
 from headrace.cluster.http import HttpApi
 from headrace.cluster.roles import role_settings
 from headrace.cluster.rundir import RunDir
+from headrace.cluster.session import run_members
 from headrace.core.card import Member, Role
 from headrace.core.states import ReplicaState
 from headrace.engine import LLM
@@ -125,7 +126,6 @@ def test_up_refuses_a_port_in_use_before_it_starts_anything(short_temp: Path) ->
     ("text", "reason"),
     [
         ("pools: {decode: 0}", "pools: decode must be between 1 and 64, got 0"),
-        ("engine: {n_slots: 0}", "engine: n_slots must be an integer between 1 and 65536, got 0"),
         ("router: {port: -1}", "router: port must lie between 0 and 65535, got -1"),
         ("pools: {decode: 1", "is no valid YAML in line 2"),
     ],
@@ -143,3 +143,34 @@ def test_up_refuses_a_configuration_with_key_and_bound(
     )
     assert done.returncode == 1
     assert reason in done.stderr
+
+
+def test_in_the_foreground_ctrl_c_ends_everything(short_temp: Path) -> None:
+    run = RunDir(short_temp, "plain")
+    path = write(run, 0)
+    path.write_text(path.read_text() + "processes: one\npools: {decode: 1}\n")
+    process = subprocess.Popen(
+        [HEADRACE, "up", "--foreground", str(path)],
+        env={**os.environ, "HEADRACE_HOME": str(short_temp), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        assert process.stdout is not None
+        out = ""
+        while "logs in" not in out:  # the last line of the welcome
+            out += (line := process.stdout.readline())
+            assert line, "it ended before it was ready"
+        state = run.read_state()
+        assert state is not None
+        members = run_members(state)
+        assert {member.name for member in members} >= {"valkey-server"}
+        assert process.pid not in {member.pid for member in members}
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60.0)
+    assert process.returncode == 0
+    assert f"at {state.url}" in out and "curl -N" in out and run.api_key("local") in out
+    assert "stopped; no process is left" in err
+    assert run_members(state) == []

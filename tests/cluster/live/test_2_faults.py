@@ -125,6 +125,14 @@ def test_killed_role_comes_back(live: Live, llm: LLM, ids: Ids, name: str, until
     assert live.complete(prompt, 4).text == llm.generate([prompt], max_tokens=4)[0].text
 
 
+def test_killed_supervisor_comes_back(live: Live, until: Until) -> None:
+    before = live.view()["supervisor"]["pid"]
+    live.kill(before)
+    until(lambda: live.view()["supervisor"]["pid"] != before, 45.0, "no new report")
+    assert live.exists({"pid": live.view()["supervisor"]["pid"]})
+    live.settled()
+
+
 def test_killed_valkey_comes_back(live: Live, llm: LLM, ids: Ids, until: Until) -> None:
     before = live.process("valkey-server")
     live.kill(before.pid)
