@@ -1,6 +1,12 @@
-"""A plain chat in the terminal, over the cluster's own HTTP API."""
+"""A plain chat in the terminal, over the cluster's own HTTP API.
+
+`/image PATH` attaches a picture to the next message."""
 
 from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -8,6 +14,9 @@ from headrace.cluster.config import load_config
 from headrace.cluster.http import ApiError, HttpApi
 from headrace.cluster.rundir import RunDir
 from headrace.core.errors import ConfigError
+
+ATTACH = "/image "
+KINDS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif"}
 
 
 def api_of(run: RunDir) -> HttpApi:
@@ -19,14 +28,32 @@ def api_of(run: RunDir) -> HttpApi:
     return HttpApi(state.url, keys[0].key)
 
 
+def image_part(path: Path) -> dict[str, Any]:
+    """A picture file as a part of a message, its bytes in a data URL. Raises `ConfigError` for a
+    file that cannot be read or ends in no known picture's suffix; the cluster judges the rest."""
+    kind = KINDS.get(path.suffix.lower())
+    if kind is None:
+        raise ConfigError(f"a picture ends in {', '.join(KINDS)}, got {path.name!r}")
+    try:
+        data = path.expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path.name}: {error.strerror}") from None
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def converse(run: RunDir, out: Console, *, system: str, max_tokens: int) -> None:
     """Read lines, stream answers, keep the history; ends at an empty line or end of input.
 
-    An error of one turn is shown and the turn forgotten; the conversation goes on."""
+    A line `/image PATH` attaches a file to the message that follows; several may be attached. An
+    error of one turn is shown and the turn forgotten; the conversation goes on."""
     api = api_of(run)
     state = run.read_state()
     assert state is not None
-    messages = [{"role": "system", "content": system}] if system else []
+    messages: list[dict[str, Any]] = []
+    if system:
+        messages.append({"role": "system", "content": system})
+    attached: list[dict[str, Any]] = []
     while True:
         try:
             line = out.input("[bold]you>[/] ").strip()
@@ -35,7 +62,16 @@ def converse(run: RunDir, out: Console, *, system: str, max_tokens: int) -> None
             return
         if not line:
             return
-        messages.append({"role": "user", "content": line})
+        if line.startswith(ATTACH):
+            try:
+                attached.append(image_part(Path(line.removeprefix(ATTACH).strip())))
+                out.print(f"[dim]{len(attached)} attached to the next message[/]")
+            except ConfigError as error:
+                out.print(f"[red]{error.message}[/]")
+            continue
+        content = [*attached, {"type": "text", "text": line}] if attached else line
+        attached = []
+        messages.append({"role": "user", "content": content})
         try:
             answer, usage = _turn(api, state.model, messages, max_tokens, out)
         except ApiError as error:
@@ -51,7 +87,7 @@ def converse(run: RunDir, out: Console, *, system: str, max_tokens: int) -> None
 
 
 def _turn(
-    api: HttpApi, model: str, messages: list[dict[str, str]], max_tokens: int, out: Console
+    api: HttpApi, model: str, messages: list[dict[str, Any]], max_tokens: int, out: Console
 ) -> tuple[str, str]:
     parts, usage = [], ""
     for chunk in api.chat(model, messages, max_tokens):

@@ -105,7 +105,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """Show the roles of a cluster: process, health and load."""
-    from headrace.cluster.status import collect, table
+    from headrace.cluster.status import collect, store_table, table
 
     if not out.is_terminal:
         out.width = 160  # piped: nobody's window to fit into
@@ -115,6 +115,8 @@ def status(
         out.print_json(json.dumps(view))
     else:
         out.print(table(view))
+        if view["store"] is not None:
+            out.print(store_table(view["store"]))
         for note in view["notes"]:
             out.print(f"[yellow]{escape(note)}[/]")
     if not view["ready"]:
@@ -127,7 +129,8 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
     system: Annotated[str, typer.Option(help="A system message.")] = "",
 ) -> None:
-    """Talk to a running cluster. An empty line or Ctrl-D ends it."""
+    """Talk to a running cluster. `/image PATH` attaches a picture to the next message; an empty
+    line or Ctrl-D ends it."""
     from headrace.cluster.chat import converse
 
     run = _or_exit(lambda: _pick(name, for_what="talk to"))

@@ -4,8 +4,9 @@
     processes: ray              ray: one actor a role;  one: all roles in a single process
     listen_host: 127.0.0.1      where roles listen for each other
     deployment: {...}           core.deployment.Deployment: model, numerics, keep, hand-off, limits
-    pools: {prefill: 1, decode: 2}
-    engine: {...}               engine.EngineSettings, for both pools
+    pools: {vision: 0, prefill: 1, decode: 2}
+    engine: {...}               engine.EngineSettings, for both engine pools
+    vision: {...}               vision.VisionSettings
     store: {...}                kvstore.StoreSettings without what the model decides
     redis: {url: ""}            "" starts an embedded server for this run alone
     router: {...}               router.RouterSettings without keys and folders
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
     from headrace.engine import EngineSettings
     from headrace.kvstore import StoreSettings
     from headrace.router import RouterSettings
+    from headrace.vision import VisionSettings
 
 Section = dict[str, Any]
 MAX_REPLICAS = 64
+ENGINE_POOLS = (Role.VISION, Role.PREFILL, Role.DECODE)
 STORE_DEFAULTS = {"arena_bytes": 256 << 20, "ssd_bytes": 512 << 20, "segment_bytes": 32 << 20}
 
 
@@ -49,12 +52,15 @@ class Processes(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Replicas of each kind. Without prefill replicas every prompt is run by decode."""
+    """Replicas of each kind. Without prefill replicas every prompt is run by decode, without vision
+    replicas requests with pictures are refused."""
 
+    vision: int = 0
     prefill: int = 1
     decode: int = 2
 
     def __post_init__(self) -> None:
+        check_range("vision", self.vision, 0, MAX_REPLICAS)
         check_range("prefill", self.prefill, 0, MAX_REPLICAS)
         check_range("decode", self.decode, 1, MAX_REPLICAS)
 
@@ -111,6 +117,7 @@ class ClusterConfig:
     deployment: Deployment = Deployment()
     pools: Pools = Pools()
     engine: Section = field(default_factory=dict)
+    vision: Section = field(default_factory=dict)
     store: Section = field(default_factory=dict)
     redis: Redis = Redis()
     router: Section = field(default_factory=dict)
@@ -131,8 +138,8 @@ class ClusterConfig:
 
     def expected_roles(self) -> tuple[tuple[Role, str], ...]:
         """(role, name) of every serving role, in the order in which they are started."""
-        pools = [(Role.PREFILL, self.pools.prefill), (Role.DECODE, self.pools.decode)]
-        engines = [(role, f"{role}-{i}") for role, count in pools for i in range(count)]
+        pools = {role: getattr(self.pools, role.value) for role in ENGINE_POOLS}
+        engines = [(role, f"{role}-{i}") for role, count in pools.items() for i in range(count)]
         return ((Role.STORE, "store-0"), *engines, (Role.ROUTER, "router-0"))
 
     def engine_settings(self) -> EngineSettings:
@@ -140,6 +147,12 @@ class ClusterConfig:
         from headrace.engine import EngineSettings
 
         return read_record(EngineSettings, self.engine, "engine")
+
+    def vision_settings(self) -> VisionSettings:
+        """Settings of every vision replica. Imports torch."""
+        from headrace.vision import VisionSettings
+
+        return read_record(VisionSettings, self.vision, "vision")
 
     def store_settings(self, run: RunDir) -> StoreSettings:
         """Settings of the store; slot sizes as the leader wrote them down, or computed here."""
@@ -150,11 +163,15 @@ class ClusterConfig:
         return read_record(StoreSettings, values, "store", fixed=asdict(sizes))
 
     def slot_sizes(self) -> SlotSizes:
-        """What the model's layout says of the store's objects. Makes no weights, imports torch."""
+        """What the model says of the store's objects. Makes no weights, imports torch. Raises
+        `ConfigError` if vision replicas are wanted for a model without an image tower."""
         from headrace.model import CacheLayout, ModelConfig
+        from headrace.vision import largest_payload_bytes
 
-        layout = CacheLayout.of(ModelConfig.load(self.deployment.model))
-        return SlotSizes(layout.block_bytes, layout.window_record_bytes)
+        config = ModelConfig.load(self.deployment.model)
+        layout = CacheLayout.of(config)
+        pictures = largest_payload_bytes(config, self.deployment) if self.pools.vision else 0
+        return SlotSizes(layout.block_bytes, layout.window_record_bytes, pictures)
 
     def router_settings(self, run: RunDir) -> RouterSettings:
         """Settings of every router, keys included."""
@@ -164,6 +181,7 @@ class ClusterConfig:
             "salt_directory": self.store.get("directory") or str(run.store_directory),
             "keys": tuple(ApiKey(k.key, k.tenant, k.domain) for k in self.api_keys(run)),
             "drain_s": self.times.drain_s,
+            "images": self.pools.vision > 0,
         }
         return read_record(RouterSettings, self.router, "router", fixed=fixed)
 
@@ -171,6 +189,7 @@ class ClusterConfig:
         """Read the sections of other rooms too, make the generated keys, and write down the slot
         sizes, so that no store imports torch to know them. Raises `ConfigError` naming the key."""
         self.engine_settings()
+        self.vision_settings()
         run.write_sizes(self.deployment.model, self.slot_sizes())
         self.store_settings(run)
         self.router_settings(run)

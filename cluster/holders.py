@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.cluster.config import ClusterConfig
+from headrace.cluster.config import ENGINE_POOLS, ClusterConfig
 from headrace.cluster.roles import RoleThread
 from headrace.cluster.rundir import RunDir
 from headrace.cluster.session import session_members
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 RESTART_PAUSE_S = 1.0
 # Nobody is to bring back what is being ended; open answers finish before their replicas go; and the
 # store makes durable what the replicas left there.
-STOP_ORDER = ((Role.SUPERVISOR,), (Role.ROUTER,), (Role.PREFILL, Role.DECODE), (Role.STORE,))
+STOP_ORDER = ((Role.SUPERVISOR,), (Role.ROUTER,), ENGINE_POOLS, (Role.STORE,))
 
 
 class Roles(Protocol):
@@ -115,7 +115,7 @@ class LocalRoles:
                 self._threads[i] = (role, RoleThread(self._config, self._run, role, status.name))
 
     def stop(self, drain_s: float) -> None:
-        for role, thread in reversed(self._threads):  # router, decode, prefill, store
+        for role, thread in reversed(self._threads):  # router, decode, prefill, vision, store
             if not thread.stop(drain_s + 5.0):
                 log.warning("%s did not end in time", role)
 

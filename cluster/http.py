@@ -48,17 +48,19 @@ class HttpApi:
             text = str(answer.read().decode())
         return [s for family in text_string_to_metric_families(text) for s in family.samples]
 
-    def ready_replicas(self) -> tuple[int, int]:
-        """Prefill and decode replicas that the router may give work to. Raises `ApiError`."""
+    def ready_replicas(
+        self, pools: Sequence[Role] = (Role.PREFILL, Role.DECODE)
+    ) -> tuple[int, ...]:
+        """Replicas of each of `pools` that the router may give work to. Raises `ApiError`."""
         counts = {
             sample.labels["pool"]: int(sample.value)
             for sample in self.metrics()
             if sample.name == Metric.REPLICAS and sample.labels["state"] == ReplicaState.READY
         }
-        return counts.get(Role.PREFILL, 0), counts.get(Role.DECODE, 0)
+        return tuple(counts.get(pool, 0) for pool in pools)
 
     def chat(
-        self, model: str, messages: Sequence[Mapping[str, str]], max_tokens: int
+        self, model: str, messages: Sequence[Mapping[str, Any]], max_tokens: int
     ) -> Iterator[dict[str, Any]]:
         """Stream one chat completion: the parsed chunks as they come.
 

@@ -19,11 +19,12 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cluster.config import ClusterConfig, Processes, load_config
+from headrace.cluster.config import ENGINE_POOLS, ClusterConfig, Processes, load_config
 from headrace.cluster.holders import LocalRoles, RayRoles, Roles
 from headrace.cluster.http import ApiError, HttpApi
 from headrace.cluster.roles import build_id, prepare_process, role_settings
@@ -166,9 +167,10 @@ class Leader:
         api = HttpApi(f"http://{_dialable(router.host)}:{port}", router.keys[0].key)
         self._state = replace(self._state, url=api.url)
         # `/ready` wants one decode replica; a cluster is up when the router can reach them all
-        pools = self._config.pools
+        wanted = Counter(role for role, _ in self._config.expected_roles())
         with contextlib.suppress(ApiError):
-            return api.ready() and api.ready_replicas() == (pools.prefill, pools.decode)
+            found = api.ready_replicas(ENGINE_POOLS) if api.ready() else ()
+            return found == tuple(wanted[pool] for pool in ENGINE_POOLS)
         return False
 
     def _watch(self) -> None:

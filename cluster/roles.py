@@ -24,7 +24,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.role import Ready, RoleSettings
 
 log = logging.getLogger(__name__)
-SERVING_ROLES = (Role.STORE, Role.PREFILL, Role.DECODE, Role.ROUTER)
+SERVING_ROLES = (Role.STORE, Role.VISION, Role.PREFILL, Role.DECODE, Role.ROUTER)
 LOG_BYTES = 16 << 20
 
 
@@ -80,6 +80,10 @@ async def run_role(
         from headrace.kvstore import run_store
 
         await run_store(settings, config.store_settings(run), ready=ready, stop=stop)
+    elif role is Role.VISION:
+        from headrace.vision import run_vision
+
+        await run_vision(settings, config.vision_settings(), ready=ready, stop=stop)
     elif role is Role.PREFILL:
         from headrace.prefill import run_prefill
 

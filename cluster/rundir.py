@@ -7,7 +7,7 @@
         ray-token         the token of Ray's own control plane                mode 600
         api_key[-TENANT]  generated API keys                                  mode 600
         config.yaml       the configuration the run was started with          mode 600
-        sizes.json        bytes of a block and of a window record, from the model's layout
+        sizes.json        largest payloads of the store's objects, from the model
         valkey.sock, store.sock, store/, logs/, records.jsonl, supervisor.json
 
 `home` is $HEADRACE_HOME, or ~/.headrace. Nothing of a run lies elsewhere, but for Ray's session
@@ -65,10 +65,12 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class SlotSizes:
-    """Bytes of one block and of one window record of the served model."""
+    """Largest payloads of the store's kinds for the served model: one block, one window record, the
+    rows of the largest picture (0 without vision replicas)."""
 
     block_bytes: int
     window_bytes: int
+    picture_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

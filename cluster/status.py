@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
@@ -20,6 +21,8 @@ from headrace.core.card import Member, Role
 from headrace.core.errors import ConfigError
 from headrace.core.metrics import Metric
 
+STORE_WAIT_S = 1.0
+
 
 def collect(run: RunDir) -> dict[str, Any]:
     """One view of a run, plain values only. Raises `ConfigError` when nothing of it is there."""
@@ -29,6 +32,7 @@ def collect(run: RunDir) -> dict[str, Any]:
     config = load_config(run.config_file)
     processes = run_members(state)
     members, stale = asyncio.run(_members(config, run)) if processes else ((), True)
+    store = asyncio.run(_store(config, run)) if processes else None
     samples, ready, notes = _samples(run, state) if processes else ({}, False, [])
     if stale and processes:
         notes.append("Redis does not answer: the membership shown is not known to be true")
@@ -51,6 +55,7 @@ def collect(run: RunDir) -> dict[str, Any]:
         "processes": len(processes),
         "ready": ready,
         "roles": _roles(config, members, samples, {process.pid for process in processes}),
+        "store": store,
         "supervisor": _report(run),
         "notes": notes,
     }
@@ -76,6 +81,42 @@ def table(view: dict[str, Any]) -> Table:
             *(_number(role[key]) for key in ("requests", "backlog_ms", "free_blocks")),
         )
     return shown
+
+
+def store_table(store: dict[str, Any]) -> Table:
+    """What the store holds, by tier: memory of the host, and what is safe on disk."""
+    shown = Table(
+        title=f"store: {store['blocks']} blocks, {store['windows']} window records,"
+        f" {store['pictures']} pictures; index {store['index']}",
+        title_justify="left",
+    )
+    for column in ("tier", "objects", "MB", "room", "waiting"):
+        shown.add_column(column)
+    room = f"{store['arena_free']} of {store['arena_slots']} slots free"
+    shown.add_row("host", str(store["arena_resident"]), _megabytes(store["arena_bytes"]), room, "")
+    room = f"{store['ssd_segments_free']} of {store['ssd_segments']} segments unused"
+    ssd, pending = str(store["ssd_objects"]), str(store["pending"])
+    shown.add_row("ssd", ssd, _megabytes(store["ssd_bytes"]), room, pending)
+    return shown
+
+
+def _megabytes(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:.1f}"
+
+
+async def _store(config: ClusterConfig, run: RunDir) -> dict[str, Any] | None:
+    """The store's own account as plain values; None when it does not answer."""
+    from headrace.kvstore import StoreClient
+
+    role = role_settings(config, run, Role.SUPERVISOR, "status")
+    client = StoreClient(role.store_address, role.token, bytes(32), name="status")
+    try:
+        if not await client.connect(STORE_WAIT_S):
+            return None
+        stat = await client.stat()
+        return None if stat is None else asdict(stat)
+    finally:
+        await client.close()
 
 
 async def _members(config: ClusterConfig, run: RunDir) -> tuple[tuple[Member, ...], bool]:

@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 # Found as top-level packages only where the working directory crept onto the path; then `kernels`
 # would stand in the place of another project's.
-ROOMS = ("core", "kernels", "model", "engine", "kvstore", "prefill", "decode", "router", "cluster")
+ROOMS = (
+    *("core", "kernels", "model", "engine", "kvstore"),
+    *("prefill", "decode", "vision", "router", "cluster"),
+)
 Ensure = Callable[[Role, str], object]  # makes sure that Ray has an actor of this name
 
 

@@ -10,7 +10,7 @@ Begin at `role.py`; a job's states are a table in `jobs.py`.
 This room may import `core`, `model` and `kvstore`, and neither `engine` nor the other roles.
 """
 
-from headrace.vision.encode import EncodedImage, ImageEncoder
+from headrace.vision.encode import EncodedImage, ImageEncoder, largest_payload_bytes
 from headrace.vision.preprocess import PREPROCESSING_VERSION, PreparedImage, prepare
 from headrace.vision.role import VisionReplica, run_vision
 from headrace.vision.settings import VisionSettings
@@ -22,6 +22,7 @@ __all__ = [
     "PreparedImage",
     "VisionReplica",
     "VisionSettings",
+    "largest_payload_bytes",
     "prepare",
     "run_vision",
 ]

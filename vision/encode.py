@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from headrace.core import faults
+from headrace.core.deployment import Deployment
 from headrace.core.ids import Digest
 from headrace.core.images import ImageGrid, ImageHeader, ImageLimits, image_digest
-from headrace.model.errors import StateError
-from headrace.model.vision import VisionTower
-from headrace.model.vision_rows import pack_rows
+from headrace.model import ModelConfig, StateError, resolve_numerics
+from headrace.model.numerics import Precision
+from headrace.model.vision import VisionTower, image_geometry
+from headrace.model.vision_rows import pack_rows, payload_bytes
 from headrace.vision.preprocess import PREPROCESSING_VERSION, PreparedImage, prepare
 
 
@@ -24,6 +26,15 @@ class EncodedImage:
     header: ImageHeader
     grid: ImageGrid
     payload: bytes
+
+
+def largest_payload_bytes(config: ModelConfig, deployment: Deployment) -> int:
+    """Bytes of the payload of the largest picture that the deployment's tower takes. Makes no
+    weights. Raises `ConfigError` for a model without a tower."""
+    geometry = image_geometry(config)
+    numerics = resolve_numerics(deployment.numerics, deployment.device)
+    dtype = Precision.of(numerics).accumulate
+    return payload_bytes(geometry.max_tokens, config.hidden_size, dtype)
 
 
 class ImageEncoder:

@@ -17,7 +17,7 @@ from headrace.model import CacheLayout, ModelConfig
 
 REFUSED = {
     "unknown key": ("colour: red", "unknown key colour"),
-    "unknown nested key": ("pools: {vision: 1}", "unknown key pools.vision"),
+    "unknown nested key": ("pools: {speech: 1}", "unknown key pools.speech"),
     "unknown deep key": ("deployment: {wire: {speed: 1}}", "unknown key deployment.wire.speed"),
     "wrong type": ("pools: {decode: two}", "pools.decode must be an integer, got str 'two'"),
     "a bool is no integer": ("pools: {decode: true}", "pools.decode must be an integer"),

@@ -1,0 +1,107 @@
+"""What fails on a picture's way: the right text, or one explicit error, and nothing is held."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.core import faults
+from headrace.core.ids import Digest
+from headrace.router.sight import two_rings
+
+MODEL = "toy"
+STORE = {"picture_bytes": 64 << 10}
+PROCESSES = {"vision-5": ("vision", "vision.encode=exit@1")}
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.mark.fault
+async def test_missing_at_load_is_asked_for_in_the_next_attempt(service: Any) -> None:
+    """The index lists what the store lost: decode says so, and vision makes it again."""
+    body = service.chat("gone", service.png(9), service.text(60, "short"))
+    (span,) = service.prompt(body)[1]
+    real = service.router._index.present
+
+    async def listed(*_: Any) -> frozenset[Digest]:
+        return frozenset({span.digest})
+
+    service.router._index.present = listed  # type: ignore[method-assign]
+    try:
+        encoded = service.counts("encoded")
+        await service.ask(body)
+    finally:
+        service.router._index.present = real  # type: ignore[method-assign]
+    record = service.record()
+    assert (record["attempts"], record["pictures_made"]) == (2, 1)
+    assert service.counts("encoded") == encoded + 1
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("action", ["nan", "flip", "raise"])
+async def test_one_bad_encode_is_done_elsewhere(service: Any, action: str) -> None:
+    """NaN, a wrong length and an exception: never decoded, once more on the other replica."""
+    failed = service.counts("failed")
+    faults.arm(f"vision.encode={action}@1")
+    await service.ask(service.chat("try", service.png(20 + len(action)), service.text(50, action)))
+    assert faults.fired("vision.encode") == 1
+    assert service.counts("failed") == failed + 1
+
+
+@pytest.mark.fault
+async def test_no_replica_can_encode(service: Any) -> None:
+    faults.arm("vision.encode=nan")
+    answer = await service.post(service.chat("try", service.png(30), "a"))
+    assert faults.fired("vision.encode") == 2
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "replica_lost")
+    await service.at_rest()
+    faults.disarm()
+    await service.ask(service.chat("try", service.png(30), "a"))
+
+
+@pytest.mark.fault
+async def test_a_vision_replica_killed_in_the_middle(service: Any, processes: Any) -> None:
+    process = processes["vision-5"]
+    await service.routable(3)
+    names = ["vision-0", "vision-1", "vision-5"]
+    bodies = (
+        service.chat("die", service.png(seed), service.text(250, "killed"))
+        for seed in range(40, 80)
+    )
+    body = next(
+        b for b in bodies if two_rings(service.prompt(b)[1][0].digest, names)[0] == "vision-5"
+    )
+    answer = asyncio.create_task(service.ask(body))
+    assert await process.ended() == 137 and not Path(f"/proc/{process.pid}").exists()
+    await answer
+    assert service.record()["attempts"] == 1
+
+
+@pytest.mark.fault
+async def test_a_client_that_leaves_while_its_picture_is_encoded(service: Any) -> None:
+    gate = threading.Event()
+    real = [vision.encoder.encode_prepared for vision in service.visions]
+    for vision, encode in zip(service.visions, real, strict=True):
+
+        def waiting(pictures: Any, encode: Any = encode) -> Any:
+            gate.wait(20)
+            return encode(pictures)
+
+        vision.encoder.encode_prepared = waiting  # type: ignore[method-assign]
+    try:
+        leaving = asyncio.create_task(
+            service.post(service.chat("bye", service.png(90), service.text(200, "left")))
+        )
+        async with asyncio.timeout(5):
+            while not any(v.work and v.work.queued_patches for v in service.visions):
+                await asyncio.sleep(0.005)
+        leaving.cancel()
+        await service.at_rest(1.0)
+    finally:
+        gate.set()
+        for vision, encode in zip(service.visions, real, strict=True):
+            vision.encoder.encode_prepared = encode  # type: ignore[method-assign]
+    await service.ask(service.chat("back", service.png(91), "again"))
