@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgpack
 
-from headrace.core.ids import Digest
+from headrace.core.ids import Digest, JobKey
 
 BLOCK_TOKENS = 128
 SCHEMA = 1
@@ -113,6 +113,13 @@ def block_digests(
 def window_digest(block_digest: bytes) -> Digest:
     """The key of the window record at the end of the block with this digest."""
     return Digest(hashlib.sha256(b"swa" + block_digest).digest())
+
+
+def state_digest(key: JobKey) -> Digest:
+    """The key of the state that one attempt hands over; good for nobody else."""
+    name = key.request_id.encode()
+    framed = struct.pack("<IQ", len(name), key.epoch) + name
+    return Digest(hashlib.sha256(b"state" + framed).digest())
 
 
 def as_token_ids(ids: Sequence[int] | bytes) -> TokenIds:

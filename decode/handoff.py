@@ -18,7 +18,14 @@ from typing import TypeAlias
 from headrace.core.chain import BLOCK_TOKENS, TokenIds, block_digests
 from headrace.core.ids import Digest, JobKey
 from headrace.core.images import span_extras
-from headrace.core.messages import BlocksReady, JobFailed, Place, PrefillDone, WindowReady
+from headrace.core.messages import (
+    BlocksReady,
+    JobFailed,
+    Place,
+    PrefillDone,
+    StateReady,
+    WindowReady,
+)
 from headrace.core.request import GenRequest
 from headrace.core.rows import GRAIN, Geometry, RowPlan, floor_grain, plan_decode, plan_resume
 from headrace.core.states import StateTable
@@ -40,6 +47,7 @@ class DecodeEvent(StrEnum):
     ADMITTED = "admitted"
     BLOCKS = "blocks"  # BlocksReady
     WINDOW = "window"  # WindowReady
+    STATE = "state"  # StateReady
     PREFILL_DONE = "prefill_done"
     PREFILL_FAILED = "prefill_failed"  # JobFailed from the prefill replica
     PREFILL_GONE = "prefill_gone"  # its connection ended
@@ -65,7 +73,7 @@ DECODE_TABLE: StateTable[DecodeState, DecodeEvent] = StateTable(
         (_S.QUEUED_OPEN, _E.PREFILL_DONE): _S.QUEUED_TOLD,
         (_S.QUEUED_TOLD, _E.ADMITTED): _S.LOADING,
         (_S.AWAITING, _E.PREFILL_DONE): _S.LOADING,
-        **{(s, e): s for s in _OPEN for e in (_E.BLOCKS, _E.WINDOW)},
+        **{(s, e): s for s in _OPEN for e in (_E.BLOCKS, _E.WINDOW, _E.STATE)},
         **{(s, e): _S.FAILED for s in _OPEN for e in _HANDOFF_ENDS},
         (_S.LOADING, _E.STARTED): _S.REPLAYING,
         (_S.REPLAYING, _E.TOKEN): _S.STREAMING,
@@ -81,7 +89,7 @@ DECODE_TABLE: StateTable[DecodeState, DecodeEvent] = StateTable(
         | {
             (s, e)
             for s in (*_TOLD, *TERMINAL)
-            for e in (_E.BLOCKS, _E.WINDOW, _E.PREFILL_DONE, *_HANDOFF_ENDS)
+            for e in (_E.BLOCKS, _E.WINDOW, _E.STATE, _E.PREFILL_DONE, *_HANDOFF_ENDS)
         }
         # What the engine finished before it saw the release, a second cause of the end, and what
         # the job's own task had in hand when the job ended under it.
@@ -221,7 +229,7 @@ def windows_to_hold(keep_tokens: int) -> int:
     return -(-keep_tokens // BLOCK_TOKENS) + 1
 
 
-Announcement: TypeAlias = BlocksReady | WindowReady | PrefillDone | JobFailed
+Announcement: TypeAlias = BlocksReady | WindowReady | StateReady | PrefillDone | JobFailed
 
 
 class EarlyFrames:

@@ -65,6 +65,7 @@ class Job:
     loads: set[asyncio.Task[None]] = field(default_factory=set)
     waiting_loads: list[tuple[int, Place]] = field(default_factory=list)  # told before admission
     windows: dict[int, bytes] = field(default_factory=dict)  # delivered, verified
+    state_bytes: bytes | None = None  # mode `state`: delivered, verified
     told: asyncio.Event = field(default_factory=asyncio.Event)
     plan: RowPlan | None = None
     held_windows: deque[tuple[int, bytes]] = field(init=False)  # made while decoding
@@ -145,6 +146,12 @@ class Job:
         hit = range(self.plan.write_floor // GRAIN)
         bounded = self.plan.kind is StartKind.BOUNDED
         return "replayed" if bounded or not self.handoff.exact.issuperset(hit) else "exact"
+
+    @property
+    def may_adopt(self) -> bool:
+        """Whether a delivered state can be gone on from: it is there and all its blocks are."""
+        whole = self.handoff.verified_blocks == self.request.n_tokens // GRAIN
+        return self.state_bytes is not None and whole and not self.message.generated_ids
 
     def windows_to_commit(self, length_tokens: int) -> list[tuple[int, bytes]]:
         """Records made while decoding that the next turn may start from: at or above

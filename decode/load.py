@@ -11,11 +11,11 @@ from typing import Any
 import xxhash
 
 from headrace.core import faults
-from headrace.core.chain import window_digest
+from headrace.core.chain import state_digest, window_digest
 from headrace.core.clock import Clock
 from headrace.core.ids import Digest
-from headrace.core.messages import BlocksReady, Place, WindowReady
-from headrace.core.rows import GRAIN, RowPlan, StartKind
+from headrace.core.messages import BlocksReady, Place, StateReady, WindowReady
+from headrace.core.rows import GRAIN, RowPlan, StartKind, plan_adopted
 from headrace.decode.handoff import TERMINAL, Counts, make_plan, window_candidates
 from headrace.decode.jobs import Job
 from headrace.engine import Engine, PictureRows, spans_to_run
@@ -93,6 +93,15 @@ class Loader:
         places = await self._stores.own.open_prefix(rest, job.key)
         self.blocks(job, BlocksReady(job.key, done, rest[: len(places)], places))
 
+    def announced(self, job: Job, message: BlocksReady | WindowReady | StateReady) -> None:
+        """Load what the message tells of, as far as it is news."""
+        if isinstance(message, BlocksReady):
+            self.blocks(job, message)
+        elif isinstance(message, WindowReady):
+            self.window(job, message)
+        else:
+            self.state(job, message)
+
     def blocks(self, job: Job, message: BlocksReady) -> None:
         """Load what is news; before the admission there is no place yet, and it is noted."""
         news = job.handoff.blocks(message)
@@ -121,12 +130,23 @@ class Loader:
         elif position <= job.request.first_decoder_row:
             self._in_background(job, self._load_window(job, message))
 
+    def state(self, job: Job, message: StateReady) -> None:
+        """Load the state of mode `state`; without it the rows are run as in `exact`."""
+        size_fits = 0 < message.place.payload_bytes <= self._card.state_bytes
+        if message.digest != state_digest(job.key) or not size_fits:
+            self._counts.foreign += 1
+        elif message.length_tokens == job.known_tokens:
+            self._in_background(job, self._load_state(job, message))
+
     async def finish(self, job: Job) -> tuple[RowPlan, bytes | None]:
         """When all was told: wait for the loads, then the rows to run from the verified hit, and
         the window record that they start from, a delivered one or a newer one of the store. A
         damaged one is passed over."""
         while job.loads:
             await asyncio.wait(tuple(job.loads))
+        if job.may_adopt:
+            request = job.request
+            return plan_adopted(request.n_tokens, request.keep_tokens, self._engine.geometry), None
         request, geometry = job.request, self._engine.geometry
         n_generated = len(job.message.generated_ids)
         hit_tokens = job.handoff.verified_blocks * GRAIN
@@ -210,8 +230,15 @@ class Loader:
         if payload is not None:
             job.windows[message.position] = payload
 
+    async def _load_state(self, job: Job, message: StateReady) -> None:
+        place = message.place
+        job.state_bytes = await self._read(job, place, message.digest, place.payload_bytes)
+
     async def _read_window(self, job: Job, place: Place, digest: Digest) -> bytes | None:
-        began_s, n_bytes = self._clock.now_s(), self._card.window_record_bytes
+        return await self._read(job, place, digest, self._card.window_record_bytes)
+
+    async def _read(self, job: Job, place: Place, digest: Digest, n_bytes: int) -> bytes | None:
+        began_s = self._clock.now_s()
         loop = asyncio.get_running_loop()
         payload = await loop.run_in_executor(
             self._threads, read_verified, self._store, place, digest, n_bytes

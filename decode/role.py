@@ -19,6 +19,7 @@ from headrace.core.messages import (
     JobFailed,
     LoadReport,
     PrefillDone,
+    StateReady,
     WindowReady,
 )
 from headrace.core.peers import Peer
@@ -62,6 +63,7 @@ class DecodeReplica:
                 Cancel: self._on_cancel,
                 BlocksReady: self._on_announcement,
                 WindowReady: self._on_announcement,
+                StateReady: self._on_announcement,
                 PrefillDone: self._on_announcement,
                 JobFailed: self._on_announcement,
             },

@@ -33,12 +33,13 @@ from headrace.core.messages import (
     HandoffAck,
     JobFailed,
     PrefillDone,
+    StateReady,
     TokenBatch,
     TokenItem,
     WindowReady,
 )
 from headrace.core.peers import Peer
-from headrace.core.rows import GRAIN
+from headrace.core.rows import GRAIN, StartKind
 from headrace.decode.commit import Committer
 from headrace.decode.handoff import (
     TERMINAL,
@@ -210,18 +211,17 @@ class Decoder:
         event = {
             BlocksReady: DecodeEvent.BLOCKS,
             WindowReady: DecodeEvent.WINDOW,
+            StateReady: DecodeEvent.STATE,
             PrefillDone: DecodeEvent.PREFILL_DONE,
         }[type(message)]
         if not job.step(event):
             self.counts.late += 1
             return
         job.progress_s = self._clock.now_s()
-        if isinstance(message, BlocksReady):
-            self._loader.blocks(job, message)
-        elif isinstance(message, WindowReady):
-            self._loader.window(job, message)
-        else:
+        if isinstance(message, PrefillDone):
             job.told.set()
+        else:
+            self._loader.announced(job, message)
 
     # ---- from the queue to the first row ---------------------------------------------------------
 
@@ -245,7 +245,11 @@ class Decoder:
         pictures = await self._loader.pictures(job, job.plan)
         job.stages.started_s = self._clock.now_s()
         job.advance(DecodeEvent.STARTED)  # before the call: events may come before it returns
-        await self._driver.call(self._engine.start, job.key, job.plan, window, pictures)
+        if job.plan.kind is StartKind.STATE and job.state_bytes is not None:
+            await self._driver.call(self._engine.adopt, job.key, job.state_bytes)
+            job.state_bytes = None
+        else:
+            await self._driver.call(self._engine.start, job.key, job.plan, window, pictures)
         if job.source is not None:
             job.source.post(HandoffAck(job.key))
         await self._stores.release(job.key, Kind.KV)

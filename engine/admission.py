@@ -66,7 +66,8 @@ def check_plan(plan: RowPlan, sequence: Sequence, half: Half) -> None:
     """Raises `ValueError` when `plan` cannot be one of this sequence's plans."""
     known, key = len(sequence.ids), sequence.key
     if half is Half.FULL:
-        good_end = plan.end == known and plan.start <= plan.decoder_start < plan.end
+        ordinary = plan.start <= plan.decoder_start < plan.end
+        good_end = plan.end == known and (ordinary or plan.kind is StartKind.STATE)
     else:
         good_end = plan.decoder_start == plan.end <= floor_grain(known)
     if not good_end or not 0 <= plan.start <= plan.end:

@@ -22,7 +22,15 @@ from headrace.engine.runner import Runner
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState
 from headrace.engine.settings import EngineSettings, Half
-from headrace.model import CacheLayout, KvState, Trunk, model_card
+from headrace.model import (
+    CacheLayout,
+    KvState,
+    Trunk,
+    model_card,
+    pack_state,
+    restore_state,
+    unpack_state,
+)
 
 _MEASURED_STEPS = 32
 
@@ -181,6 +189,39 @@ class Engine:
         rows of its span."""
         return unpack_pictures(self.model, spans, payloads)
 
+    def adopt(self, key: JobKey, payload: Buffer) -> bool:
+        """Instead of `start`: take over the state at N that `export_state` of another engine made,
+        with its first token, which comes as an ordinary event. All complete blocks are filled.
+
+        False: the sequence is gone. Raises `ValueError` for a state of another length, `StateError`
+        for one of another layout or numerics, `ValueError` when a block is not filled; the
+        sequence can still be started then."""
+        found = unpack_state(payload)
+        sequence = self.scheduler.sequence(key)
+        if sequence is None:
+            return False
+        if found.slot.length != sequence.request.n_tokens:
+            raise ValueError(f"{key}: a state at {found.slot.length} tokens")
+        lease, n_tokens = sequence.lease, sequence.request.n_tokens
+        block = lease.blocks[n_tokens // BLOCK_TOKENS] if n_tokens % BLOCK_TOKENS else None
+        restore_state(self.state, lease.slot, found, block)
+        if self.scheduler.adopt(key, found.anchor) is None:
+            return False
+        self.runner.open(lease.slot, sequence.ids, lease.blocks, sequence.request.images, {})
+        return True
+
+    def export_state(self, key: JobKey) -> bytes:
+        """Everything of a sequence beyond its complete blocks, as of the rows that ran, and its
+        newest token: what another engine needs to `adopt` it. Changes nothing.
+
+        Raises `ValueError` unless a token was sampled and the sequence is not released."""
+        sequence = self.scheduler.sequence(key)
+        if sequence is None or not sequence.generated:
+            raise ValueError(f"{key}: no state to export")
+        length, lease = sequence.next_row, sequence.lease
+        block = lease.blocks[length // BLOCK_TOKENS] if length % BLOCK_TOKENS else None
+        return pack_state(self.state, lease.slot, length, sequence.ids[-1], block)
+
     def release(self, key: JobKey) -> None:
         """Close the sequence's lease; idempotent, in any state, also in the middle of its rows.
 
@@ -194,14 +235,15 @@ class Engine:
 
     def step(self) -> tuple[Event, ...]:
         """Run the next rows; () when idle. Raises `EngineDamaged` only."""
-        events = self.scheduler.take_pending()
+        if events := self.scheduler.take_pending():
+            return events  # alone: an adopted token does not wait for the rows after it
         plan = self.scheduler.plan()
         if plan is None:
-            return events
+            return ()
         result = self.runner.run(plan)
         self._steps += 1
         self._recent.append((result.encoder_rows, result.seconds))
-        return events + self.scheduler.advance(result)
+        return self.scheduler.advance(result)
 
     @property
     def has_work(self) -> bool:

@@ -12,7 +12,7 @@ from headrace.core.chain import BLOCK_TOKENS
 from headrace.core.errors import Overloaded
 from headrace.core.ids import JobKey
 from headrace.core.request import GenRequest, HandoffMode
-from headrace.core.rows import Geometry, RowPlan, StartKind, record_positions
+from headrace.core.rows import Geometry, RowPlan, StartKind, plan_adopted, record_positions
 from headrace.engine.admission import ModelLimits, blocks_to_reserve, check_job, check_plan
 from headrace.engine.errors import EngineDamaged
 from headrace.engine.jobs import (
@@ -113,12 +113,34 @@ class Scheduler:
         sequence.next_row = plan.start
         sequence.next_block = plan.write_floor // BLOCK_TOKENS
         sequence.records = self._records(sequence, plan)
-        if plan.start == plan.end:
+        if plan.kind is StartKind.STATE:
+            pass  # `adopt` gives the token that follows
+        elif plan.start == plan.end:
             sequence.on(SequenceEvent.FINISH)
             self._pending.append(RowsDone(key, 0, 0))
         else:
             self._order[key] = None
         return sequence
+
+    def adopt(self, key: JobKey, token_id: int) -> Sequence | None:
+        """Go on at N with the first token given: another engine ran all rows of the prompt. All
+        complete blocks of the prompt are filled. None when the sequence is gone.
+
+        Raises `ValueError` as `start` does, also for a sequence that is resumed."""
+        sequence = self._sequences.get(key)
+        if sequence is not None and sequence.generated:
+            raise ValueError(f"{key}: a sequence with generated tokens adopts no state")
+        if sequence is None:
+            self.totals.late_events += 1
+            return None
+        request = sequence.request
+        plan = plan_adopted(request.n_tokens, request.keep_tokens, self.geometry)
+        started = self.start(key, plan)
+        if started is not None:
+            self._pending.append(self._take_token(started, token_id))
+            if started.state is SequenceState.DECODING:
+                self._order[key] = None
+        return started
 
     def release(self, key: JobKey) -> Sequence | None:
         """Close the sequence's lease, in whatever state it is. None when it is already gone."""
@@ -136,6 +158,10 @@ class Scheduler:
         sequence = self._sequences.get(key)
         return sequence.request if sequence is not None else None
 
+    def sequence(self, key: JobKey) -> Sequence | None:
+        """One that is admitted and not yet released."""
+        return self._sequences.get(key)
+
     def sequences(self) -> Iterator[Sequence]:
         """All admitted and not yet released."""
         return iter(self._sequences.values())
@@ -150,7 +176,8 @@ class Scheduler:
         done, writing = self.resources.guard.look(sequence.lease.ticket)
         if writing:
             raise ValueError(f"{sequence.key} was started while a fill is in flight")
-        last = min(plan.write_floor, plan.end) if plan.encoder_rows else 0
+        reads = plan.encoder_rows or plan.kind is StartKind.STATE
+        last = min(plan.write_floor, plan.end) if reads else 0
         filled = range(sequence.lease.n_shared, last // BLOCK_TOKENS)
         for index in filled:
             if sequence.lease.blocks[index] not in done:

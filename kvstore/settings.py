@@ -31,8 +31,8 @@ class StoreSettings:
     `state_share` to the states of sequences, which are never persisted.
     `ssd_bytes` is taken at start too, in files of `segment_bytes`. `block_bytes`, `window_bytes`,
     `picture_bytes` (0: no pictures are stored) and `state_bytes` (0: no states) are the largest
-    payloads of the slot classes, from the model. A group of written slots is synced after `group_bytes` or `group_s`, whichever
-    comes first."""
+    payloads of the slot classes, from the model. A group of written slots is synced after
+    `group_bytes` or `group_s`, whichever comes first."""
 
     directory: str
     arena_bytes: int

@@ -20,6 +20,7 @@ from headrace.model.named import (
 )
 from headrace.model.numerics import Numerics, resolve_numerics
 from headrace.model.rows import RowBatch, RowResult
+from headrace.model.slot_bytes import SequenceBytes, pack_state, restore_state, unpack_state
 from headrace.model.state import KvState, SlotState
 from headrace.model.token_map import TokenMap, build_token_map
 from headrace.model.trunk import Trunk
@@ -37,6 +38,7 @@ __all__ = [
     "RopeScaling",
     "RowBatch",
     "RowResult",
+    "SequenceBytes",
     "SlotState",
     "SourceLayout",
     "StateError",
@@ -47,7 +49,10 @@ __all__ = [
     "load_named",
     "load_named_vision",
     "model_card",
+    "pack_state",
     "package_tokenizer",
     "reserved_token_ids",
     "resolve_numerics",
+    "restore_state",
+    "unpack_state",
 ]

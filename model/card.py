@@ -8,6 +8,7 @@ from headrace.core.card import ModelCard
 from headrace.model.config import ModelConfig
 from headrace.model.layout import CacheLayout
 from headrace.model.numerics import Precision
+from headrace.model.slot_bytes import most_bytes
 
 _DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -32,4 +33,5 @@ def model_card(
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
         image_token_id=config.image_token_id,
+        state_bytes=most_bytes(layout),
     )

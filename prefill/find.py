@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from headrace.core.chain import window_digest
 from headrace.core.ids import Digest
 from headrace.core.messages import Place
-from headrace.core.rows import GRAIN, RowPlan, plan_prefill
-from headrace.engine import Engine, Fill, PictureRows, spans_to_run
+from headrace.core.rows import GRAIN, RowPlan, plan_decode, plan_prefill
+from headrace.engine import Engine, Fill, Half, PictureRows, spans_to_run
 from headrace.kvstore import ClassStores, Kind, read_objects
 from headrace.prefill.jobs import Counts, Job, window_candidates
 from headrace.prefill.seal import Sealer
@@ -53,6 +53,8 @@ class Finder:
         The newest usable record counts; with `verify` its bytes are read, and one that is damaged
         is passed over. A record that lies at p is announced, as decode needs it."""
         request, geometry = job.request, self._engine.geometry
+        # The full build (mode `state`) runs what decode would run, and makes the first token.
+        make = plan_decode if self._engine.half is Half.FULL else plan_prefill
         n_tokens, keep_tokens, hit = request.n_tokens, request.keep_tokens, job.hit_blocks * GRAIN
         depth = self._depth_tokens
         if depth is not None:
@@ -63,7 +65,7 @@ class Finder:
             if found is None:
                 break
             position, place = found
-            plan = plan_prefill(n_tokens, hit, keep_tokens, (position,), geometry)
+            plan = make(n_tokens, hit, keep_tokens, (position,), geometry)
             digest = window_digest(dict(candidates)[position])
             payload = self._read_window(place, digest) if verify and plan.encoder_rows else b""
             if payload is not None:
@@ -71,7 +73,7 @@ class Finder:
                     await self._sealer.tell_window(job, position, digest, place)
                 return plan, payload or None
             candidates = [c for c in candidates if c[0] < position]
-        return plan_prefill(n_tokens, hit, keep_tokens, (), geometry), None
+        return make(n_tokens, hit, keep_tokens, (), geometry), None
 
     async def pictures(self, job: Job, plan: RowPlan) -> PictureRows:
         """Rows of the pictures that `plan` runs through, leased for the job. Raises

@@ -125,6 +125,8 @@ class Job:
     exact_digests: tuple[Digest, ...] = ()  # mode `replay`: keys of the exact ones among these
     hit_blocks: int = 0  # of these, the usable ones: less than `places` after damage
     encoder_rows: int = 0
+    decoder_rows: int = 0  # mode `state`
+    first_token_id: int | None = None  # mode `state`
 
     @property
     def request(self) -> GenRequest:

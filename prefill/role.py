@@ -15,6 +15,7 @@ from headrace.core.errors import Unavailable
 from headrace.core.messages import Cancel, JobFailed, LoadReport, PrefillJob
 from headrace.core.peers import Peer
 from headrace.core.replica import ReplicaShell, ReplicaSizes
+from headrace.core.request import HandoffMode
 from headrace.core.role import Ready, RoleSettings
 from headrace.engine import Engine, EngineDriver, EngineSettings, Half, load_engine
 from headrace.kvstore import Beat, ClassStores, MemberBoard, StoreClient
@@ -76,8 +77,10 @@ class PrefillReplica:
             torch.set_num_threads(1)  # several engines share the cores of a host
         await self.shell.listen()
         await self._beat.start()
+        # Mode `state` alone needs the decoder half here.
+        half = Half.FULL if deployment.handoff_mode is HandoffMode.STATE else Half.ENCODER
         self.engine = await asyncio.to_thread(
-            load_engine, deployment, self.settings, Half.ENCODER, clock=self._clock
+            load_engine, deployment, self.settings, half, clock=self._clock
         )
         card = self.engine.card(deployment.model)
         self.stores = ClassStores.of(self.role, card, self._clock)

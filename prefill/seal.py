@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Sequence
 
 from headrace.core import faults
-from headrace.core.chain import window_digest
+from headrace.core.chain import state_digest, window_digest
 from headrace.core.clock import Clock
 from headrace.core.ids import Digest
 from headrace.core.limits import LeaseTimes
-from headrace.core.messages import BlocksReady, Place, WindowReady
+from headrace.core.messages import BlocksReady, Place, StateReady, WindowReady
+from headrace.core.request import HandoffMode
 from headrace.core.rows import GRAIN, record_position
 from headrace.engine import BlockDone, Engine, WindowDone
 from headrace.kvstore import Kind, StoreClient
@@ -75,7 +76,7 @@ class Sealer:
         request = job.request
         block = request.digests[event.position // GRAIN - 1]
         digest = window_digest(block)
-        wanted = event.position == record_position(request.n_tokens, request.keep_tokens)
+        wanted = self._is_awaited(job, event.position)
         (place,) = await self._store.put(
             Kind.SWA,
             [(digest, event.payload)],
@@ -87,6 +88,21 @@ class Sealer:
         )
         if wanted and place is not None:
             await self.tell_window(job, event.position, digest, place)
+
+    async def state(self, job: Job, payload: bytes, first_token_id: int) -> None:
+        """Mode `state`: what decode goes on from. Where there is no room for it decode runs the
+        rows itself, so nobody waits long."""
+        request, digest = job.request, state_digest(job.key)
+        (place,) = await self._store.put(
+            Kind.STATE,
+            [(digest, payload)],
+            lease=job.key,
+            wait_s=SEAL_WAIT_S,
+            domain=request.domain,
+        )
+        if place is not None:
+            ready = StateReady(job.key, request.n_tokens, digest, place, first_token_id)
+            await self._tell(job, ready)
 
     async def tell_stored(self, job: Job) -> None:
         """Announce the stored prefix: the exact blocks of it under their own keys."""
@@ -101,11 +117,17 @@ class Sealer:
             await self._tell(job, BlocksReady(job.key, first, digests, places))
 
     async def tell_window(self, job: Job, position: int, digest: Digest, place: Place) -> None:
-        request = job.request
-        if position == record_position(request.n_tokens, request.keep_tokens):
+        if self._is_awaited(job, position):
             await self._tell(job, WindowReady(job.key, position, digest, place))
 
-    async def _tell(self, job: Job, message: BlocksReady | WindowReady) -> None:
+    @staticmethod
+    def _is_awaited(job: Job, position: int) -> bool:
+        """Whether decode needs the record there; in mode `state` it needs none."""
+        request = job.request
+        p = record_position(request.n_tokens, request.keep_tokens)
+        return position == p and request.mode is not HandoffMode.STATE
+
+    async def _tell(self, job: Job, message: BlocksReady | WindowReady | StateReady) -> None:
         assert job.decode is not None
         action = faults.hit("prefill.announce")
         if action == "drop":

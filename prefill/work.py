@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from headrace.core import faults
 from headrace.core.attempts import Attempts, Verdict
@@ -41,8 +42,10 @@ from headrace.engine import (
     EngineDriver,
     EngineSettings,
     Event,
+    Half,
     RowsDone,
     SequenceFailed,
+    TokenSampled,
     WindowDone,
 )
 from headrace.engine import Job as EngineJob
@@ -172,9 +175,12 @@ class Prefiller:
     def _on_event(self, job: Job, event: Event) -> None:
         if isinstance(event, SequenceFailed):
             raise event.error
-        if isinstance(event, RowsDone):
+        if isinstance(event, RowsDone | TokenSampled):
             if job.step(JobEvent.ROWS_DONE):
                 job.encoder_rows = event.encoder_rows
+                job.decoder_rows = event.decoder_rows
+                if isinstance(event, TokenSampled):
+                    job.first_token_id = event.token_id
                 job.events.put_nowait(event)
         elif isinstance(event, BlockDone | WindowDone) and job.step(JobEvent.PRODUCT):
             job.events.put_nowait(event)
@@ -224,7 +230,8 @@ class Prefiller:
             job.advance(JobEvent.ALL_STORED)
         run_s = self._clock.now_s() - begun_s
         self.counts.encoder_rows += job.encoder_rows
-        done = PrefillDone(job.key, job.encoder_rows, job.hit_blocks * GRAIN, run_s)
+        hit_tokens = job.hit_blocks * GRAIN
+        done = PrefillDone(job.key, job.encoder_rows, hit_tokens, run_s, job.decoder_rows)
         await job.decode.link.send(done)
         job.advance(JobEvent.ALL_TOLD)
         job.router.post(done)
@@ -232,7 +239,10 @@ class Prefiller:
 
     async def _admit(self, job: Job) -> Admission:
         """Wait for room behind all who came earlier. Raises `InvalidRequest` if it never fits."""
-        wanted = EngineJob(job.request, as_token_ids(()), job.hit_blocks)
+        request = job.request
+        if self._engine.half is Half.FULL:
+            request = replace(request, max_tokens=1)  # the first token, and blocks for no more
+        wanted = EngineJob(request, as_token_ids(()), job.hit_blocks)
         async with self._in_line:
             while True:
                 self._room.clear()
@@ -265,8 +275,11 @@ class Prefiller:
             for event in events:
                 if isinstance(event, WindowDone):
                     await self._sealer.window(job, event)
-            if any(isinstance(event, RowsDone) for event in events):
-                return
+            if any(isinstance(event, RowsDone | TokenSampled) for event in events):
+                break
+        if job.first_token_id is not None:
+            payload = await self._driver.call(self._engine.export_state, job.key)
+            await self._sealer.state(job, payload, job.first_token_id)
 
     # ---- ends ------------------------------------------------------------------------------
 
