@@ -171,7 +171,7 @@ class SegmentFiles:
                 if header is not None and _stands_at(header, place) and header.facts.kind is kind:
                     segment.used = slot + 1
                     yield header, place
-            if segment.header.slot_bytes == self._slot_bytes[kind]:
+            if segment.header.slot_bytes == self._slot_bytes.get(kind):
                 self._open[kind] = segment  # the newest one wins
 
     # writing ---------------------------------------------------------------------------------

@@ -1,0 +1,110 @@
+"""Pictures at the edge: which rows need one, where one goes, and what is said without vision."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+
+import pytest
+
+from headrace.core.chain import as_token_ids
+from headrace.core.ids import Digest, RequestId
+from headrace.core.images import ImageSpan, span_block_digests
+from headrace.core.request import GenRequest, HandoffMode, Sampling
+from headrace.core.rows import Geometry
+from headrace.router.policy import size_up
+from headrace.router.sight import spans_needed, two_rings
+
+GEOMETRY, KEEP = Geometry(32, 6, 6), 44
+# A header of 2 x 2 pixels; nobody looks at what follows.
+PNG = base64.b64encode(
+    b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\2\0\0\0\2\x08\2\0\0\0"
+    + b"\xfd\xd4\x9a\x73"
+    + b"\0\0\0\4IDAT\0\0\0\0"
+    + bytes(4)
+    + b"\0\0\0\0IEND\xaeB\x60\x82"
+).decode()
+
+
+def digest(number: int) -> Digest:
+    return Digest(hashlib.sha256(b"%d" % number).digest())
+
+
+def request(n_tokens: int, starts: tuple[int, ...]) -> GenRequest:
+    ids = as_token_ids([5] * n_tokens)
+    spans = tuple(ImageSpan(start, 22, digest(start)) for start in starts)
+    return GenRequest(
+        request_id=RequestId("r"),
+        epoch=0,
+        token_ids=ids,
+        chain_root=digest(-1),
+        digests=span_block_digests(digest(-1), ids, spans),
+        keep_tokens=KEEP,
+        max_tokens=8,
+        sampling=Sampling(),
+        stop_token_ids=(),
+        mode=HandoffMode.EXACT,
+        domain="d",
+        deadline_s=1.0,
+        images=spans,
+    )
+
+
+@pytest.mark.parametrize(
+    ("hit_blocks", "windows", "handed_off", "needed"),
+    [
+        (0, (), False, (0, 200, 362, 390, 478)),  # cold: every row runs
+        (0, (), True, (0, 200, 362, 390, 478)),  # prefill runs to 384, decode from 384
+        (3, (384,), False, (390, 478)),  # rows from 384: the span that ends there is not needed
+        (3, (384,), True, (390, 478)),  # prefill runs nothing
+        (3, (), False, (200, 362, 390, 478)),  # an exact replay begins at 198
+        (2, (256,), True, (362, 390, 478)),  # prefill runs from 256
+    ],
+)
+def test_pictures_in_rows_that_run(
+    hit_blocks: int, windows: tuple[int, ...], handed_off: bool, needed: tuple[int, ...]
+) -> None:
+    """N = 500, F = 456, p = 384. The third span ends at 384."""
+    asked = request(500, (0, 200, 362, 390, 478))
+    work = size_up(500, 8, hit_blocks, windows, KEEP, GEOMETRY, 0)
+    found = spans_needed(asked, work, handed_off=handed_off)
+    assert tuple(span.start for span in found) == needed
+
+
+def test_a_picture_goes_to_the_same_two_wherever_it_is_asked_from() -> None:
+    names = [f"vision-{i}" for i in range(5)]
+    pairs = {}
+    for number in range(200):
+        pair = two_rings(digest(number), names)
+        assert all(
+            two_rings(digest(number), list(order)) == pair
+            for order in itertools.islice(itertools.permutations(names), 0, 120, 17)
+        )
+        pairs[number] = pair
+        without = [name for name in names if name != "vision-3"]
+        if "vision-3" not in pair:  # others keep theirs when a replica leaves
+            assert two_rings(digest(number), without) == pair
+    first = [sum(pair[0] == name for pair in pairs.values()) for name in names]
+    assert min(first) > 15  # 40 each on average
+    assert two_rings(digest(0), ["only"]) == ["only"]
+    assert two_rings(digest(0), []) == []
+
+
+@pytest.mark.redis
+async def test_without_vision(rigs) -> None:
+    url = {"url": f"data:image/png;base64,{PNG}"}
+    content = [{"type": "text", "text": "look"}, {"type": "image_url", "image_url": url}]
+    body = {"model": "scripted", "messages": [{"role": "user", "content": content}]}
+    async with rigs(images=True) as rig:
+        answer = await rig.client.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert "retry-after" in answer.headers
+        assert "vision" in answer.json()["error"]["message"]
+        await rig.until(rig.nothing_held)
+        await rig.pulse()
+    async with rigs() as rig:
+        answer = await rig.client.post("/v1/chat/completions", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "messages[0].content[1]")
+        assert "not offered" in error["message"]
