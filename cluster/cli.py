@@ -75,8 +75,8 @@ def up(
             _or_exit(lambda: launch.start(show))
         _print_welcome(launch)
         if foreground:
-            launch.wait()
-            _fail("the leader ended by itself; see " + str(launch.run.logs / "leader.log"))
+            _or_exit(launch.wait)
+            err.print("the cluster was ended by `headrace down`")
     except KeyboardInterrupt:
         err.print("\nstopping (a second Ctrl-C does not make it faster)")
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -71,7 +71,7 @@ class Launch:
         command = [sys.executable, "-P", "-m", "headrace.cluster.leader", str(run.home)]
         command += [run.cluster]
         command += ["--insecure"] if self._insecure else []
-        command += ["--with-parent"] if self._foreground else []
+        command += ["--with-parent", str(os.getpid())] if self._foreground else []
         with open(run.logs / "leader.out", "wb") as output:
             self._leader = subprocess.Popen(
                 command,
@@ -107,9 +107,12 @@ class Launch:
         return f"the leader ended before the cluster was ready\n{tail}\n(logs: {self.run.logs})"
 
     def wait(self) -> None:
-        """Until the leader ends."""
+        """Until the leader ends because `headrace down` told it to.
+
+        Raises `LaunchError` when it ends for another reason."""
         assert self._leader is not None
-        self._leader.wait()
+        if self._leader.wait() != 0:
+            raise LaunchError(f"the leader ended by itself; see {self.run.logs / 'leader.log'}")
 
     def abandon(self, say: Say) -> None:
         """End whatever this launch started. Raises `LaunchError` when something stays."""

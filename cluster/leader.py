@@ -249,11 +249,13 @@ def main() -> None:
     parser.add_argument("home", type=Path)
     parser.add_argument("cluster")
     parser.add_argument("--insecure", action="store_true")
-    parser.add_argument("--with-parent", action="store_true", help="end when the parent ends")
+    parser.add_argument("--with-parent", type=int, default=0, help="end when this parent ends")
     arguments = parser.parse_args()
     run = RunDir(arguments.home, arguments.cluster)
     if arguments.with_parent:
         die_with_parent()
+        if os.getppid() != arguments.with_parent:  # gone before the line above
+            sys.exit("the parent is gone")
     lock = lock_run(run)
     if lock is None:
         sys.exit(f"cluster {run.cluster} is led by another process")

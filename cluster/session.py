@@ -120,7 +120,7 @@ def end_others(state: RunState) -> None:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the parent *thread* ends. For use between fork and exec."""
+    """Ask the kernel to send this process SIGTERM when the *thread* that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
