@@ -17,7 +17,9 @@ class Metric(StrEnum):
     PROMPT_TOKENS = "headrace_prompt_tokens_total"
     COMPLETION_TOKENS = "headrace_completion_tokens_total"
     CACHED_TOKENS = "headrace_cached_tokens_total"
+    HIT_TOKENS = "headrace_hit_tokens_total"  # labels: tier
     ROWS = "headrace_rows_total"  # labels: pool, half
+    SAVED_ROWS = "headrace_saved_rows_total"
     HANDOFF_EXTRA_ROWS = "headrace_handoff_extra_rows_total"
     ROUTED = "headrace_routed_total"  # labels: pool, replica, reason
     ROUTE_SECONDS = "headrace_route_seconds"

@@ -48,7 +48,10 @@ class RequestRecord:
     decode: str = ""
     why: str = ""  # the router's reason for its choice
     prefill_rows: int = 0
+    prefill_decoder_rows: int = 0  # mode `state` only
     prefill_hit_tokens: int = 0
+    hit_tokens: dict[str, int] = field(default_factory=dict)  # resident | host | ssd
+    saved_rows: int = 0  # rows of a cold run less those really run; below 0 where some ran twice
     encoder_rows: int = 0
     decoder_rows: int = 0
     handoff_extra_rows: int = 0

@@ -68,6 +68,8 @@ class Meters:
         self.completion_tokens = counter(Metric.COMPLETION_TOKENS, "generated tokens")
         self.cached_tokens = counter(Metric.CACHED_TOKENS, "prompt tokens found in the store")
         self.rows = counter(Metric.ROWS, "rows run", ("pool", "half"))
+        self.hit_tokens = counter(Metric.HIT_TOKENS, "prompt tokens not computed", ("tier",))
+        self.saved_rows = counter(Metric.SAVED_ROWS, "rows of a cold run that were not run")
         self.extra_rows = counter(Metric.HANDOFF_EXTRA_ROWS, "rows for want of a window record")
         self.route_seconds = histogram(Metric.ROUTE_SECONDS, "look-up and choice")
 
@@ -91,6 +93,10 @@ class Meters:
         self.rows.labels("prefill", "encoder").inc(record.prefill_rows)
         self.rows.labels("decode", "encoder").inc(record.encoder_rows)
         self.rows.labels("decode", "decoder").inc(record.decoder_rows)
+        self.rows.labels("prefill", "decoder").inc(record.prefill_decoder_rows)
+        for tier, tokens in record.hit_tokens.items():
+            self.hit_tokens.labels(tier).inc(tokens)
+        self.saved_rows.inc(max(0, record.saved_rows))
         self.extra_rows.inc(record.handoff_extra_rows)
 
     def scrape(self) -> bytes:

@@ -41,6 +41,7 @@ from headrace.core.states import (
     RequestEvent,
     RequestState,
 )
+from headrace.router.accounts import note_decode, note_prefill
 from headrace.router.ledger import Charge
 from headrace.router.pieces import Arrival, Piece, Trouble
 from headrace.router.policy import Route, Work
@@ -360,24 +361,11 @@ class Ticket:
         self.state = REQUEST_TABLE.step(self.state, event, self.key).state
 
     def _fill_record(self, finish: str) -> None:
-        record, times = self.record, self.times
+        record = self.record
         record.finish = finish
         record.cached_tokens = self.cached_tokens
         record.stage("total_s", SYSTEM_CLOCK.now_s() - self._arrived_s)
-        if self.prefill_report is not None:
-            record.prefill_rows = self.prefill_report.encoder_rows
-            record.prefill_hit_tokens = self.prefill_report.hit_tokens
-            record.stage("prefill_s", self.prefill_report.run_s)
-        if times is None:
-            return
-        record.encoder_rows, record.decoder_rows = times.encoder_rows, times.decoder_rows
-        record.start_kind = times.start_kind
-        record.load_bytes = times.load_bytes
-        record.committed_blocks = times.committed_blocks
-        record.stage("prefill_wait_s", times.wait_s)
-        record.stage("load_s", times.load_s)
-        record.stage("replay_s", times.replay_s)
-        record.stage("decode_s", times.decode_s)
-        if self.prefill is not None:
-            bound = max(self._base.n_tokens - times.hit_tokens, self._base.keep_tokens + 127)
-            record.handoff_extra_rows = max(0, times.encoder_rows - bound)
+        note_prefill(record, self.prefill_report)
+        if self.times is not None:
+            tiers = self._work.hit_tiers if self._work is not None else {}
+            note_decode(record, self._base, self.times, tiers)
