@@ -32,6 +32,7 @@ from headrace.core.card import Role
 from headrace.core.deployment import Deployment
 from headrace.core.errors import ConfigError
 from headrace.core.link import parse_address
+from headrace.core.request import HandoffMode
 
 if TYPE_CHECKING:
     from headrace.engine import EngineSettings
@@ -166,12 +167,15 @@ class ClusterConfig:
         """What the model says of the store's objects. Makes no weights, imports torch. Raises
         `ConfigError` if vision replicas are wanted for a model without an image tower."""
         from headrace.model import CacheLayout, ModelConfig
+        from headrace.model.slot_bytes import most_bytes
         from headrace.vision import largest_payload_bytes
 
         config = ModelConfig.load(self.deployment.model)
         layout = CacheLayout.of(config)
         pictures = largest_payload_bytes(config, self.deployment) if self.pools.vision else 0
-        return SlotSizes(layout.block_bytes, layout.window_record_bytes, pictures)
+        hands_over = self.deployment.handoff_mode is HandoffMode.STATE
+        states = most_bytes(layout) if hands_over else 0
+        return SlotSizes(layout.block_bytes, layout.window_record_bytes, pictures, states)
 
     def router_settings(self, run: RunDir) -> RouterSettings:
         """Settings of every router, keys included."""

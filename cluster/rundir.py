@@ -66,11 +66,13 @@ class RunState:
 @dataclass(frozen=True, slots=True)
 class SlotSizes:
     """Largest payloads of the store's kinds for the served model: one block, one window record, the
-    rows of the largest picture (0 without vision replicas)."""
+    rows of the largest picture (0 without vision replicas), a sequence's state (0 unless hand-offs
+    send it)."""
 
     block_bytes: int
     window_bytes: int
     picture_bytes: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
