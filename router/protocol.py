@@ -130,7 +130,14 @@ class _ChatSpeaker:
         return bool(self._processor.finished)
 
     def push(self, token_ids: Sequence[int]) -> list[bytes]:
-        return self._take(self._processor.push(recipe.InferenceChunk.tokens(list(token_ids))))
+        """One by one: at the end the library drops all of a piece that ends inside a character,
+        and the pieces that a client's reading made would decide what it reads."""
+        out: list[bytes] = []
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            out += self._take(self._processor.push(recipe.InferenceChunk.tokens([token_id])))
+        return out
 
     def finish(self, reason: FinishReason, usage: Usage) -> list[bytes]:
         out: list[bytes] = []

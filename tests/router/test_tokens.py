@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.core.errors import ConfigError
+from headrace.core.request import FinishReason
+from headrace.router.protocol import Protocols, Usage
 from headrace.router.tokens import StopScanner, TextStream, Vocabulary
 
 V = Vocabulary("tokenizer-4096")
@@ -69,3 +73,18 @@ def test_an_unknown_tokenizer_is_refused(tmp_path) -> None:
     for name in ("no-such", "../tokenizer-4096", str(broken), str(tmp_path / "none.json")):
         with pytest.raises(ConfigError, match="tokenizer"):
             Vocabulary(name)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_a_chat_cut_inside_a_character_keeps_the_text_before_it(size: int) -> None:
+    """Whatever pieces the tokens came in: the first bytes of a character end the answer."""
+    protocols = Protocols(V)
+    half = next(i for i in range(V.size) if V.token_bytes(i) == b"\xc3")
+    ids = [*V.encode_plain("the river runs"), half, *V.encode_plain(" on"), half]
+    chat = {"messages": [{"role": "user", "content": "go"}], "stream": False}
+    speaker = protocols.chat_prompt(chat).speaker("id", "m", protocols.tokenizer)
+    for begin in range(0, len(ids), size):
+        speaker.push(ids[begin : begin + size])
+    speaker.finish(FinishReason.LENGTH, Usage(1, len(ids), 0))
+    said = json.loads(speaker.whole())["choices"][0]["message"]["content"]
+    assert said == "the river runs\ufffd on"
