@@ -25,6 +25,7 @@ from headrace.engine.settings import EngineSettings, Half
 from headrace.model import (
     CacheLayout,
     KvState,
+    StateError,
     Trunk,
     model_card,
     pack_state,
@@ -222,13 +223,47 @@ class Engine:
         block = lease.blocks[length // BLOCK_TOKENS] if length % BLOCK_TOKENS else None
         return pack_state(self.state, lease.slot, length, sequence.ids[-1], block)
 
+    def park(self, key: JobKey) -> bytes:
+        """Give the slot of a decoding sequence to others; what comes back is its private state,
+        to be kept for `unpark`. Its blocks stay reserved, so it can always go on, and no row is
+        ever run again. Between two steps; raises `ValueError` for one that does not decode."""
+        sequence = self.scheduler.sequence(key)
+        if sequence is None or sequence.state is not SequenceState.DECODING:
+            raise ValueError(f"{key}: only a sequence that decodes can be parked")
+        slot = sequence.lease.slot
+        payload = pack_state(self.state, slot, sequence.next_row, sequence.ids[-1], None)
+        self.scheduler.park(key)
+        self.runner.close(slot)
+        return payload
+
+    def unpark(self, key: JobKey, payload: Buffer) -> bool:
+        """Go on where `park` stopped. False: no slot is free now. Raises `ValueError` for a
+        sequence that is not parked or a state of another moment, `StateError` for other bytes;
+        nothing changed then."""
+        found, sequence = unpack_state(payload), self.scheduler.sequence(key)
+        if sequence is None or (found.slot.length, found.anchor) != (
+            sequence.next_row,
+            sequence.ids[-1],
+        ):
+            raise ValueError(f"{key}: not the state that was parked")
+        if self.scheduler.unpark(key) is None:
+            return False
+        lease = sequence.lease
+        try:
+            restore_state(self.state, lease.slot, found, None)
+        except StateError:
+            self.scheduler.park(key)
+            raise
+        self.runner.open(lease.slot, sequence.ids, lease.blocks, sequence.request.images, {})
+        return True
+
     def release(self, key: JobKey) -> None:
         """Close the sequence's lease; idempotent, in any state, also in the middle of its rows.
 
         The slot is free at once. Blocks with a committed digest stay resident and evictable,
         others are free; those with a fill in flight follow when it ends."""
         sequence = self.scheduler.release(key)
-        if sequence is not None:
+        if sequence is not None and sequence.lease.slot >= 0:
             self.runner.close(sequence.lease.slot)
 
     # ---- the loop --------------------------------------------------------------------------
@@ -289,7 +324,7 @@ class Engine:
         self._resources.reclaim()
         leases = [s.lease for s in self.scheduler.sequences()]
         self._resources.blocks.check([block for lease in leases for block in lease.blocks])
-        self._resources.slots.check([lease.slot for lease in leases])
+        self._resources.slots.check([lease.slot for lease in leases if lease.slot >= 0])
 
 
 class BlockWriter:

@@ -62,7 +62,7 @@ class Lease:
     resources: Resources
     blocks: list[int]
     n_shared: int
-    slot: int
+    slot: int  # -1 while the slot is given back
     ticket: int
     closed: bool = field(default=False)
 
@@ -109,6 +109,20 @@ class Lease:
         """Block `index` is complete and will not be written again: let others find it."""
         self.resources.blocks.commit(self.blocks[index], digest)
 
+    def give_slot_back(self) -> None:
+        """The slot alone; blocks stay. Raises `EngineDamaged` when there is none."""
+        if self.slot < 0:
+            raise EngineDamaged("a lease without a slot gave one back")
+        self.resources.slots.give_back(self.slot)
+        self.slot = -1
+
+    def take_slot(self) -> bool:
+        """A slot again, with undefined rows; False when none is free."""
+        slot = self.resources.slots.take()
+        if slot is not None:
+            self.slot = slot
+        return slot is not None
+
     def close(self) -> None:
         """Give everything back. Blocks with a fill in flight drain first. Raises `EngineDamaged`
         when called twice."""
@@ -120,4 +134,5 @@ class Lease:
         # evicted first.
         for block in reversed(self.blocks):
             self.resources.blocks.drop(block, writer_inside=block in busy)
-        self.resources.slots.give_back(self.slot)
+        if self.slot >= 0:
+            self.resources.slots.give_back(self.slot)

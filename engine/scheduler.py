@@ -142,6 +142,29 @@ class Scheduler:
                 self._order[key] = None
         return started
 
+    def park(self, key: JobKey) -> Sequence:
+        """Take a decoding sequence out of the steps and give its slot back; its private state was
+        copied out before. Raises `ValueError` for one that does not decode."""
+        sequence = self._sequences.get(key)
+        if sequence is None or sequence.state is not SequenceState.DECODING:
+            raise ValueError(f"{key}: only a sequence that decodes can be parked")
+        sequence.on(SequenceEvent.PARK)
+        self._order.pop(key, None)
+        sequence.lease.give_slot_back()
+        return sequence
+
+    def unpark(self, key: JobKey) -> Sequence | None:
+        """A slot again, and a place behind those that run; None when no slot is free. Raises
+        `ValueError` for a sequence that is not parked."""
+        sequence = self._sequences.get(key)
+        if sequence is None or sequence.state is not SequenceState.PARKED:
+            raise ValueError(f"{key}: not parked")
+        if not sequence.lease.take_slot():
+            return None
+        sequence.on(SequenceEvent.UNPARK)
+        self._order[key] = None
+        return sequence
+
     def release(self, key: JobKey) -> Sequence | None:
         """Close the sequence's lease, in whatever state it is. None when it is already gone."""
         sequence = self._sequences.pop(key, None)

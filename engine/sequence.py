@@ -18,6 +18,7 @@ class SequenceState(StrEnum):
     FILLING = "filling"  # admitted: its blocks may be written from outside
     KNOWN = "known"  # rows of known tokens run: prompt, replay, resume
     DECODING = "decoding"  # one row a step
+    PARKED = "parked"  # its slot was given back; blocks stay reserved
     FINISHED = "finished"  # nothing more to run; the lease is open
     FAILED = "failed"  # cannot go on; the lease is open
     RELEASED = "released"  # the lease is closed
@@ -27,6 +28,8 @@ class SequenceEvent(StrEnum):
     START = "start"
     ROWS = "rows"  # a part of the known rows ran
     TOKEN = "token"  # a token was sampled and more will be
+    PARK = "park"
+    UNPARK = "unpark"  # it has a slot again
     FINISH = "finish"  # the last row ran
     FAIL = "fail"
     RELEASE = "release"
@@ -40,6 +43,8 @@ SEQUENCE_TABLE: StateTable[SequenceState, SequenceEvent] = StateTable(
         (_S.KNOWN, _E.ROWS): _S.KNOWN,
         (_S.KNOWN, _E.TOKEN): _S.DECODING,
         (_S.DECODING, _E.TOKEN): _S.DECODING,
+        (_S.DECODING, _E.PARK): _S.PARKED,
+        (_S.PARKED, _E.UNPARK): _S.DECODING,
         (_S.KNOWN, _E.FINISH): _S.FINISHED,
         (_S.DECODING, _E.FINISH): _S.FINISHED,
         **{(s, _E.FAIL): _S.FAILED for s in (_S.FILLING, _S.KNOWN, _S.DECODING)},
