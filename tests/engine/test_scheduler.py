@@ -55,13 +55,15 @@ def spans(plan: StepPlan) -> list[tuple[str, int, int, int]]:
 # ---- the state table ------------------------------------------------------------------------
 
 ANSWERS = {
-    # state: (what START, ROWS, TOKEN, FINISH, FAIL, RELEASE lead to); "-" ignored, "!" impossible
-    "filling": ("known", "!", "!", "!", "failed", "released"),
-    "known": ("!", "known", "decoding", "finished", "failed", "released"),
-    "decoding": ("!", "!", "decoding", "finished", "failed", "released"),
-    "finished": ("!", "-", "-", "-", "-", "released"),
-    "failed": ("-", "-", "-", "-", "-", "released"),
-    "released": ("-", "-", "-", "-", "-", "-"),
+    # state: (what START, ROWS, TOKEN, PARK, UNPARK, FINISH, FAIL, RELEASE lead to);
+    # "-" ignored, "!" impossible
+    "filling": ("known", "!", "!", "!", "!", "!", "failed", "released"),
+    "known": ("!", "known", "decoding", "!", "!", "finished", "failed", "released"),
+    "decoding": ("!", "!", "decoding", "parked", "!", "finished", "failed", "released"),
+    "parked": ("!", "!", "!", "!", "decoding", "!", "!", "released"),
+    "finished": ("!", "-", "-", "!", "!", "-", "-", "released"),
+    "failed": ("-", "-", "-", "!", "!", "-", "-", "released"),
+    "released": ("-", "-", "-", "-", "-", "-", "-", "-"),
 }
 
 
