@@ -26,6 +26,7 @@ from headrace.core.card import Role
 log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 100 << 20  # near Ray's minimum: nothing of ours is put there
 RESTART_PAUSE_S = 1.0
+START_ATTEMPTS = 3  # on a busy machine Ray misses its own start limit, which has no setting
 
 
 def start_ray(run: RunDir) -> None:
@@ -33,6 +34,18 @@ def start_ray(run: RunDir) -> None:
     before this module was imported. Changes the working directory: Ray puts the driver's on every
     worker's sys.path, and in a checkout our rooms would shadow other packages."""
     os.chdir(run.path)
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            _init_ray(run)
+            return
+        except Exception as error:  # Ray raises a bare Exception when its own 30 s are over
+            ray.shutdown()
+            if attempt == START_ATTEMPTS or "timed out during startup" not in str(error):
+                raise
+            log.warning("Ray did not start within its 30 s; attempt %d follows", attempt + 1)
+
+
+def _init_ray(run: RunDir) -> None:
     ray.init(
         address="local",  # never join what RAY_ADDRESS names
         namespace=run.cluster,
