@@ -1,4 +1,4 @@
-"""The `headrace` command: up, down, status, chat, role, version.
+"""The `headrace` command: up, down, status, chat, role, model, layout, version.
 
 Every message that refuses something says what to do instead. Nothing here imports ray or torch:
 the leader and the roles do, in their own processes.
@@ -155,6 +155,26 @@ def role(
         run_plain(settings, RunDir(headrace_home(), settings.cluster), kind, check_name(name))
 
     _or_exit(serve)
+
+
+# The model room's commands parse their own arguments: importing them here would load torch.
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@app.command(context_settings=_PASSED_ON)
+def model(context: typer.Context) -> None:
+    """Inspect, convert or make checkpoints: headrace model inspect|convert|random --help."""
+    from headrace.model.cli import app as model_app
+
+    model_app(context.args, prog_name="headrace model")
+
+
+@app.command(context_settings=_PASSED_ON)
+def layout(context: typer.Context) -> None:
+    """Print what a model's state takes, byte by byte, and how much fits: headrace layout --help."""
+    from headrace.model.cli import app as model_app
+
+    model_app(["layout", *context.args], prog_name="headrace")
 
 
 @app.command()
