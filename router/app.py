@@ -120,8 +120,7 @@ async def _models(app: App, exchange: Exchange, _: Principal) -> None:
 
 async def _one_model(app: App, exchange: Exchange, _: Principal) -> None:
     name = exchange.path.rpartition("/")[2]
-    if name not in app.generator.model_names():
-        raise NotFound("model is not served here; see /v1/models", param="model")
+    app.generator.check_served(name)
     await exchange.answer_json(_model(name))
 
 

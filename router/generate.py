@@ -40,6 +40,7 @@ from headrace.router.validate import (
 )
 
 OFF_LOOP_BODY_BYTES = 64 << 10
+SHOWN_NAME_CHARS = 64  # of a name that a client sent and a message repeats
 OFF_LOOP_TOKENS = 32_768  # about 1 ms of hashing
 T = TypeVar("T")
 Reader: TypeAlias = Callable[[Json], Ask]
@@ -86,6 +87,14 @@ class Generator:
         """Names a request may use: the served model's, then the aliases."""
         card = self._desk.replicas.card
         return [*([card.name] if card is not None else []), *self._settings.model_aliases]
+
+    def check_served(self, name: str) -> None:
+        """Raises `NotFound` naming the model asked for, cleaned and shortened, and those served."""
+        served = self.model_names()
+        if name not in served:
+            asked = "".join(c if c.isprintable() else "?" for c in name[:SHOWN_NAME_CHARS])
+            known = f"served: {', '.join(served)}" if served else "no model is served now"
+            raise NotFound(f"model '{asked}' is not served here; {known}", param="model")
 
     async def _serve(
         self, exchange: Exchange, principal: Principal, endpoint: str, reader: Reader
@@ -146,8 +155,7 @@ class Generator:
 
     def _check_model(self, name: str) -> None:
         Limit("model", 1, self._edge.model_name_chars, "characters").at_most(len(name))
-        if name not in self.model_names():
-            raise NotFound("model is not served here; see /v1/models", param="model")
+        self.check_served(name)
 
     async def _prompt(self, ask: Ask, card: ModelCard, request_id: RequestId) -> Prompt:
         large = ask.prompt_chars > OFF_LOOP_CHARS
