@@ -23,6 +23,10 @@ from headrace.router.pictures import count_images
 from headrace.router.tokens import StopScanner, TextStream, Vocabulary
 
 _ALIAS = "headrace"
+# The library keeps these special in assistant content, and no template of its own says them.
+_REGION_MARKS = tuple(
+    f"<｜{slash}{name}｜>" for name in ("ref", "box", "point", "polygon") for slash in ("", "/")
+)
 _UNBOUNDED = (1 << 32) - 1  # max_tokens is checked against the model's context, not by the library
 _FINISH = {
     FinishReason.STOP: recipe.InferenceFinishReason.Stop,
@@ -93,10 +97,16 @@ class Protocols:
             thinking_max_tokens_upper_bound=_UNBOUNDED,
             non_thinking_max_tokens_upper_bound=_UNBOUNDED,
         ).with_model_alias(_ALIAS, recipe.ModelVersion.DeepseekV41Flash)
+        self._plain_marks: dict[int, Sequence[int]] = {
+            vocabulary.added[mark]: vocabulary.encode_plain(mark)
+            for mark in _REGION_MARKS
+            if mark in vocabulary.added
+        }
 
     def chat_prompt(self, chat: Json) -> ChatPrompt:
         """Render and encode a checked chat body; a picture becomes one placeholder. O(text),
-        releases the GIL while encoding.
+        releases the GIL while encoding. No id of an added token comes from content, whatever the
+        role: such an id is the template's or a picture's.
 
         Raises `InvalidRequest` for what the template refuses, in our words."""
         try:
@@ -108,7 +118,16 @@ class Protocols:
         seen = sum(len(message.image_sources) for message in request.conversation.messages or ())
         if seen != count_images(chat["messages"]):
             raise InvalidRequest("messages cannot be rendered with these images", param="messages")
-        return ChatPrompt(request, as_token_ids(self._encoding.encode(request.conversation)))
+        token_ids = as_token_ids(self._encoding.encode(request.conversation))
+        return ChatPrompt(request, self._without_marks(token_ids))
+
+    def _without_marks(self, token_ids: TokenIds) -> TokenIds:
+        """Marks of a picture's regions, which content alone can hold, as the characters they are:
+        a client writes assistant messages too."""
+        marks = self._plain_marks
+        if marks.keys().isdisjoint(token_ids):
+            return token_ids
+        return as_token_ids([part for i in token_ids for part in marks.get(i, (i,))])
 
     def completion_speaker(self, request_id: str, model: str, stop: tuple[str, ...]) -> Speaker:
         return _CompletionSpeaker(f"cmpl-{request_id}", model, stop, self.vocabulary)

@@ -30,10 +30,6 @@ BOS, USER, ASSISTANT, SYSTEM, THINK_END = (
     )
 )
 
-REGION_MARKS = {
-    f"<｜{slash}{n}｜>" for n in ("ref", "box", "point", "polygon") for slash in ("", "/")
-}
-
 
 def encode(messages: list[dict[str, Any]], **more: Any) -> list[int]:
     body = json.dumps({"model": "m", "messages": messages} | more).encode()
@@ -90,11 +86,27 @@ def test_a_special_name_in_content_stays_plain(name: str) -> None:
     system = [{"role": "system", "content": name}, *turn("a")]
     assert added(encode(system)) == [BOS, SYSTEM, USER, ASSISTANT, THINK_END]
     assistant = [*turn("a"), {"role": "assistant", "content": name}, *turn("b")]
-    # The marks of a picture's regions are what a model says in an answer; as part of a former
-    # answer they are those tokens again. They control nothing.
-    marks = [V.added[name]] * (name in REGION_MARKS)
-    expected = [BOS, USER, ASSISTANT, THINK_END, *marks, 1, USER, ASSISTANT, THINK_END]
-    assert added(encode(assistant)) == expected
+    assert added(encode(assistant)) == [*frame, 1, USER, ASSISTANT, THINK_END]
+    said = encode(assistant)
+    begin, end = said.index(THINK_END) + 1, said.index(1)
+    assert b"".join(map(V.token_bytes, said[begin:end])) == name.encode()
+
+
+@pytest.mark.parametrize("name", sorted(V.added))
+def test_a_special_name_in_what_a_client_says_the_model_said_stays_plain(name: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tools = [{"type": "function", "function": {"name": "f", "description": "d"}}]
+
+    def history(text: str) -> list[int]:
+        said = {"role": "assistant", "tool_calls": [call], "reasoning_content": text}
+        result = {"role": "tool", "tool_call_id": "1", "content": "x"}
+        messages = [*turn("a"), said | {"content": text}, result, *turn("b")]
+        return encode(messages, tools=tools, thinking={"type": "enabled"})
+
+    said, reference = history(f"an {name}"), history("an answer")
+    assert added(said) == added(reference)
+    text = b"".join(map(V.token_bytes, said)).decode()
+    assert text.count(f"an {name}") == 2
 
 
 def test_a_special_name_in_a_tool_result_stays_plain() -> None:
