@@ -1,6 +1,6 @@
 """A plain chat in the terminal, over the cluster's own HTTP API.
 
-`/image PATH` attaches a picture to the next message."""
+`/image PATH` attaches a picture to the next message; no other line may begin with a `/`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from headrace.cluster.http import ApiError, HttpApi
 from headrace.cluster.rundir import RunDir
 from headrace.core.errors import ConfigError
 
-ATTACH = "/image "
+ATTACH = "/image"
+USAGE = "`/image PATH` attaches a picture to the next message; an empty line or Ctrl-D ends"
 KINDS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif"}
 
 
@@ -33,13 +34,27 @@ def image_part(path: Path) -> dict[str, Any]:
     file that cannot be read or ends in no known picture's suffix; the cluster judges the rest."""
     kind = KINDS.get(path.suffix.lower())
     if kind is None:
-        raise ConfigError(f"a picture ends in {', '.join(KINDS)}, got {path.name!r}")
+        raise ConfigError(f"the name of a picture ends in {', '.join(KINDS)}, got {path}")
     try:
         data = path.expanduser().read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {path.name}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def attached_path(line: str) -> Path | None:
+    """The file that a line attaches, None for a line that is a message.
+
+    Raises `ConfigError` with the usage for every other line that begins with a `/`."""
+    if not line.startswith("/"):
+        return None
+    command, *rest = line.split(maxsplit=1)
+    if command != ATTACH:
+        raise ConfigError(f"there is no command {command[:40]!r}; {USAGE}")
+    if not rest:
+        raise ConfigError(f"{ATTACH} needs the path of a picture; {USAGE}")
+    return Path(rest[0])
 
 
 def converse(run: RunDir, out: Console, *, system: str, max_tokens: int) -> None:
@@ -54,6 +69,8 @@ def converse(run: RunDir, out: Console, *, system: str, max_tokens: int) -> None
     if system:
         messages.append({"role": "system", "content": system})
     attached: list[dict[str, Any]] = []
+    out.print(f"model {state.model} of cluster {run.cluster} at {state.url}", markup=False)
+    out.print(USAGE, markup=False)
     while True:
         try:
             line = out.input("[bold]you>[/] ").strip()
@@ -62,12 +79,13 @@ def converse(run: RunDir, out: Console, *, system: str, max_tokens: int) -> None
             return
         if not line:
             return
-        if line.startswith(ATTACH):
-            try:
-                attached.append(image_part(Path(line.removeprefix(ATTACH).strip())))
+        try:
+            if (path := attached_path(line)) is not None:
+                attached.append(image_part(path))
                 out.print(f"[dim]{len(attached)} attached to the next message[/]")
-            except ConfigError as error:
-                out.print(f"[red]{error.message}[/]")
+                continue
+        except ConfigError as error:
+            out.print(error.message, style="red", markup=False)
             continue
         content = [*attached, {"type": "text", "text": line}] if attached else line
         attached = []
@@ -76,7 +94,7 @@ def converse(run: RunDir, out: Console, *, system: str, max_tokens: int) -> None
             answer, usage = _turn(api, state.model, messages, max_tokens, out)
         except ApiError as error:
             messages.pop()
-            out.print(f"\n[red]{error.message}[/]")
+            out.print(f"\n{error.message}", style="red", markup=False)
             continue
         except KeyboardInterrupt:
             messages.pop()

@@ -7,6 +7,8 @@ the leader and the roles do, in their own processes.
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -20,9 +22,8 @@ from rich.markup import escape
 
 from headrace.cluster.config import load_config
 from headrace.cluster.launch import Launch, end_cluster, running_clusters
-from headrace.cluster.roles import build_id, run_plain
-from headrace.cluster.rundir import RunDir, check_name, headrace_home
-from headrace.core.card import Role
+from headrace.cluster.roles import SERVING_ROLES, build_id, check_role, run_plain
+from headrace.cluster.rundir import Phase, RunDir, check_name, headrace_home, known_clusters
 from headrace.core.errors import ConfigError, HeadraceError
 
 T = TypeVar("T")
@@ -51,15 +52,33 @@ def up(
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay, and end the cluster with Ctrl-C.")
     ] = False,
-    name: Annotated[str, typer.Option("--name", help="Run it under another name.")] = "",
+    name: Annotated[
+        str, typer.Option("--name", help="Name of the cluster. Default: `cluster` of the file.")
+    ] = "",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port of the HTTP API for this run, 0 for any free one. Default: router.port of"
+            " the file.",
+            min=0,
+            max=65535,
+            show_default=False,
+        ),
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Accept a RAY_AUTH_MODE that is not `token`.")
     ] = False,
 ) -> None:
     """Start a cluster and return when it is ready.
 
-    A leader in the background holds the cluster; `headrace down` ends it."""
-    launch = _or_exit(lambda: Launch(config, name, foreground=foreground, insecure=insecure))
+    A leader in the background holds the cluster; `headrace down` ends it.
+
+    A second cluster needs a name and a port of its own: --name OTHER --port N.
+
+    State, keys and logs lie in ~/.headrace/NAME, or under $HEADRACE_HOME."""
+    launch = _or_exit(
+        lambda: Launch(config, name, port=port, foreground=foreground, insecure=insecure)
+    )
     if foreground:
         # before the leader exists, so that no Ctrl-C can fall between
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -104,7 +123,9 @@ def status(
     name: ClusterName = "",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """Show the roles of a cluster: process, health and load."""
+    """Show the roles of a cluster: process, health and load.
+
+    Clusters are looked for under $HEADRACE_HOME, or ~/.headrace without it."""
     from headrace.cluster.status import collect, store_table, table
 
     if not out.is_terminal:
@@ -139,12 +160,28 @@ def chat(
 
 @app.command()
 def role(
-    kind: Annotated[Role, typer.Argument(help="Which role.", show_default=False)],
+    kind: Annotated[
+        str,  # no enum: its choices would fill the help and break inside a word
+        typer.Argument(
+            metavar="KIND", help=f"One of {', '.join(SERVING_ROLES)}.", show_default=False
+        ),
+    ],
     config: Annotated[Path, typer.Option("--config", help="Cluster file.", show_default=False)],
     name: Annotated[
-        str, typer.Option("--name", help="Name of the replica, e.g. decode-0.", show_default=False)
+        str,
+        typer.Option(
+            "--name",
+            help="Name of this replica, e.g. decode-0 (not of the cluster).",
+            show_default=False,
+        ),
     ],
-    cluster: Annotated[str, typer.Option(help="Run under another cluster name.")] = "",
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="Name of the cluster it belongs to, as given to `up --name`. Default: `cluster`"
+            " of the file."
+        ),
+    ] = "",
 ) -> None:
     """Run one role as a plain process, without Ray, until SIGTERM.
 
@@ -152,7 +189,8 @@ def role(
 
     def serve() -> None:
         settings = load_config(config, cluster=cluster)
-        run_plain(settings, RunDir(headrace_home(), settings.cluster), kind, check_name(name))
+        run = RunDir(headrace_home(), settings.cluster)
+        run_plain(settings, run, check_role(kind), check_name(name), _say)
 
     _or_exit(serve)
 
@@ -204,10 +242,15 @@ def _print_welcome(launch: Launch) -> None:
     out.print("    -H 'Content-Type: application/json' \\", markup=False)
     out.print(f"    -d '{body}'\n", markup=False)
     option = "" if len(running_clusters(launch.run.home)) == 1 else f" --name {state.cluster}"
-    out.print(
-        f"headrace status{option} | headrace chat{option} | headrace down{option}; "
-        f"logs in {launch.run.logs}"
-    )
+    for command in ("status", "chat", "down"):
+        out.print(f"  {_invoked()} {command}{option}", markup=False)
+    out.print(f"\nlogs in {launch.run.logs}", markup=False)
+
+
+def _invoked() -> str:
+    """This command as it was called, for a shell to take again."""
+    called = sys.argv[0]
+    return "headrace" if called == shutil.which("headrace") else shlex.quote(called)
 
 
 def _pick(name: str, *, for_what: str) -> RunDir:
@@ -219,11 +262,22 @@ def _pick(name: str, *, for_what: str) -> RunDir:
         return run
     running = running_clusters(home)
     if not running:
-        raise ConfigError("no cluster runs; `headrace up configs/cluster/local.yaml` starts one")
+        raise ConfigError(
+            f"no cluster runs under {home}{_failed(home)};"
+            " `headrace up configs/cluster/local.yaml` starts one (HEADRACE_HOME names another"
+            " folder to look in)"
+        )
     if len(running) > 1:
         names = ", ".join(run.cluster for run in running)
         raise ConfigError(f"several clusters run ({names}): say --name which to {for_what}")
     return running[0]
+
+
+def _failed(home: Path) -> str:
+    """Words on clusters whose last run failed, for somebody who looks for a running one."""
+    states = {run.cluster: run.read_state() for run in known_clusters(home)}
+    found = [name for name, state in states.items() if state and state.phase is Phase.FAILED]
+    return f" ({', '.join(found)} failed: `headrace status --name` tells why)" if found else ""
 
 
 def _say(text: str) -> None:

@@ -215,22 +215,28 @@ def read_config(text: str, name: str) -> ClusterConfig:
     return read_record(ClusterConfig, parse_yaml(text, name), "")
 
 
-def load_config(path: Path, *, cluster: str = "") -> ClusterConfig:
-    """The configuration in a file, under another cluster name if one is given.
+def load_config(path: Path, *, cluster: str = "", port: int | None = None) -> ClusterConfig:
+    """The configuration in a file, under another cluster name or router port if one is given.
 
     Raises `ConfigError` for a file that cannot be read, unknown keys, wrong types and bounds; the
     sections of other rooms wait for `check`."""
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path.name}: {type(error).__name__}") from None
-    config = read_config(text, path.name)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"cannot read {path}: it is no UTF-8 text") from None
+    config = read_config(text, str(path))
+    if port is not None:
+        config = replace(config, router={**config.router, "port": port})
     return replace(config, cluster=check_name(cluster)) if cluster else config
 
 
 def keep_copy(config_path: Path, config: ClusterConfig, run: RunDir) -> None:
     """Write the run's own config.yaml, which its roles read: later edits of the original change
     nothing in a running cluster. May hold keys, so only its owner may read it."""
-    values = parse_yaml(config_path.read_text(), config_path.name)
+    values = parse_yaml(config_path.read_text(), str(config_path))
     values["cluster"] = config.cluster
+    if config.router:
+        values["router"] = config.router
     write_file(run.config_file, yaml.safe_dump(values, sort_keys=False))

@@ -100,7 +100,12 @@ class HttpApi:
         except urllib.error.HTTPError as error:
             raise ApiError(_error_text(error)) from None
         except (OSError, ValueError) as error:
-            raise ApiError(f"no answer from {self.url} ({type(error).__name__})") from None
+            raise ApiError(f"no answer from {self.url}: {_in_words(error)}") from None
+
+
+def _in_words(error: OSError | ValueError) -> str:
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    return str(cause.strerror or cause) if isinstance(cause, OSError) else str(cause)
 
 
 def _error_text(error: urllib.error.HTTPError) -> str:

@@ -17,12 +17,29 @@ from pathlib import Path
 
 from headrace.cluster.config import ClusterConfig, Processes, keep_copy, load_config
 from headrace.cluster.holders import ray_auth_mode
-from headrace.cluster.rundir import Phase, RunDir, RunState, headrace_home, known_clusters
-from headrace.cluster.session import end_run, leader_alive, run_members
+from headrace.cluster.leader import REFUSED
+from headrace.cluster.rundir import (
+    Phase,
+    RunDir,
+    RunState,
+    headrace_home,
+    known_clusters,
+    lock_run,
+    remove_empty,
+)
+from headrace.cluster.session import (
+    Process,
+    end_run,
+    leader_alive,
+    machine_boot_id,
+    read_process,
+    run_members,
+)
 from headrace.core.errors import ConfigError, HeadraceError
 
 Say = Callable[[str], None]
 LOOK_EVERY_S = 0.1
+LOCK_TRIES = 100
 MEMBERS_S = 3.0  # for SIGTERM to work on what the leader left, before SIGKILL
 
 
@@ -37,9 +54,16 @@ class Launch:
     name runs; raises `ConfigError` or `LaunchError` before anything is started."""
 
     def __init__(
-        self, config: Path, name: str = "", *, foreground: bool = False, insecure: bool = False
+        self,
+        config: Path,
+        name: str = "",
+        *,
+        port: int | None = None,
+        foreground: bool = False,
+        insecure: bool = False,
     ) -> None:
-        self.config: ClusterConfig = load_config(config, cluster=name)
+        """`name` and `port` replace the file's own cluster name and router.port."""
+        self.config: ClusterConfig = load_config(config, cluster=name, port=port)
         self.run = RunDir(headrace_home(), self.config.cluster)
         if self.config.processes is Processes.RAY:
             ray_auth_mode(os.environ, insecure=insecure)
@@ -47,29 +71,62 @@ class Launch:
         self._foreground = foreground
         self._insecure = insecure
         self._leader: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None  # the leader, by id and start
+        self._made: tuple[Path, ...] = ()  # folders that were not there before
         state = self.run.read_state()
         if state is not None and leader_alive(state):
             raise LaunchError(
                 f"cluster {state.cluster} is already {state.phase} at {state.url or 'no URL yet'}"
                 f" (leader {state.pid}): `headrace down --name {state.cluster}` ends it,"
-                " `headrace up ... --name OTHER` starts a second one"
+                " `headrace up ... --name OTHER --port N` starts a second one"
             )
 
     def start(self, say: Say) -> None:
         """Start the leader and return when the cluster is ready.
 
-        Raises `LaunchError` with the leader's reason when it fails."""
+        Raises `LaunchError` with the leader's reason when it fails, or when another process leads
+        or starts this cluster: of two launches one has the run's lock, and only that one removes
+        or writes anything. The leader inherits the lock."""
+        lock = self._lock()
+        try:
+            self._clear(say)
+            self._start_leader(lock)
+        finally:
+            os.close(lock)  # the leader's own descriptor goes on holding it
+        self._follow(say)
+
+    def _lock(self) -> int:
+        for _ in range(LOCK_TRIES):
+            made = self.run.create()
+            try:
+                lock = lock_run(self.run)
+            except FileNotFoundError:  # a refused launch just removed the folder that it had made
+                continue
+            if lock is None:
+                raise LaunchError(
+                    f"cluster {self.run.cluster} is led by another process, or already starting:"
+                    f" `headrace status --name {self.run.cluster}` shows it"
+                )
+            self._made = made
+            return lock
+        raise LaunchError(f"the folder {self.run.path} is removed again and again")
+
+    def _clear(self, say: Say) -> None:
+        """Take away what a former run left. The lock is held, so no leader of it lives."""
         run = self.run
         state = run.read_state()
         if state is not None and run_members(state):
             say("ending what a former run left behind")
-            end_cluster(run, say)
+            _end_members(run, state, say)
         shutil.rmtree(run.short_dir, ignore_errors=True)  # Ray's files of a former life
         run.create()
         keep_copy(self._source, self.config, run)
         run.state_file.unlink(missing_ok=True)
+
+    def _start_leader(self, lock: int) -> None:
+        run = self.run
         command = [sys.executable, "-P", "-m", "headrace.cluster.leader", str(run.home)]
-        command += [run.cluster]
+        command += [run.cluster, "--lock", str(lock)]
         command += ["--insecure"] if self._insecure else []
         command += ["--with-parent", str(os.getpid())] if self._foreground else []
         with open(run.logs / "leader.out", "wb") as output:
@@ -80,25 +137,51 @@ class Launch:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=(lock,),
             )
-        self._follow(say)
+        self._process = read_process(self._leader.pid)  # not reaped yet, so the id is its own
+
+    def _own_state(self) -> RunState | None:
+        """The state if the leader of this launch wrote it."""
+        state, mine = self.run.read_state(), self._process
+        if state is None or mine is None:
+            return None
+        same = (state.pid, state.started_ticks) == (mine.pid, mine.started_ticks)
+        return state if same and state.boot_id == machine_boot_id() else None
 
     def _follow(self, say: Say) -> None:
         assert self._leader is not None
         shown = ""
         while True:
             ended = self._leader.poll() is not None  # before reading: its last word counts
-            state = self.run.read_state()
+            state = self._own_state()
             if state is not None and state.phase is Phase.READY:
                 return
-            if state is not None and state.progress != shown:
+            failed = state is not None and state.phase is Phase.FAILED  # told as the error, once
+            if state is not None and state.progress != shown and not failed:
                 shown = state.progress
                 say(shown)
             if ended:
                 if state is not None:
-                    end_cluster(self.run, say)
-                raise LaunchError(self._reason(state))
+                    _end_run_of(self.run, state, say)
+                reason = self._reason(state)
+                if self._leader.returncode == REFUSED and self._forget():
+                    reason = state.error if state is not None else reason
+                raise LaunchError(reason)
             time.sleep(LOOK_EVERY_S)
+
+    def _forget(self) -> bool:
+        """Remove the run's folder if this launch made it: nothing was started, and the reason is
+        told. False when it stays, because it is older or somebody leads a run there by now."""
+        lock = lock_run(self.run) if self.run.path in self._made else None
+        if lock is None:
+            return False
+        try:
+            shutil.rmtree(self.run.path, ignore_errors=True)
+        finally:
+            os.close(lock)
+        remove_empty(self._made)
+        return True
 
     def _reason(self, state: RunState | None) -> str:
         if state is not None and state.error:
@@ -118,10 +201,11 @@ class Launch:
         """End whatever this launch started. Raises `LaunchError` when something stays."""
         if self._leader is None:
             return
-        if self.run.read_state() is None:
+        state = self._own_state()
+        if state is None:
             self._leader.terminate()
         else:
-            end_cluster(self.run, say)
+            _end_run_of(self.run, state, say)
         self._leader.wait()
 
     def state(self) -> RunState:
@@ -141,18 +225,35 @@ def end_cluster(run: RunDir, say: Say) -> int:
 
     Raises `LaunchError` naming what is left, if the kernel holds on to a process."""
     state = run.read_state()
-    if state is None:
-        return 0
+    return 0 if state is None else _end_run_of(run, state, say)
+
+
+def _end_run_of(run: RunDir, state: RunState, say: Say) -> int:
+    """End the run whose leader wrote `state`, and none that began in the same folder since."""
+    found = _end_members(run, state, say)
+    try:
+        lock = lock_run(run)
+    except FileNotFoundError:
+        return found
+    if lock is None:  # somebody leads a run there by now: the files are theirs
+        return found
+    try:
+        shutil.rmtree(run.short_dir, ignore_errors=True)
+        after = run.read_state() or state
+        if after.phase not in (Phase.STOPPED, Phase.FAILED):  # its leader could not write that
+            run.write_state(_stopped(after))
+    finally:
+        os.close(lock)
+    return found
+
+
+def _end_members(run: RunDir, state: RunState, say: Say) -> int:
     found = len(run_members(state))
     if found:
         left = end_run(state, leader_s=_patience_s(run), members_s=MEMBERS_S, progress=say)
         if left:
             names = ", ".join(f"{process.pid} ({process.name})" for process in left)
             raise LaunchError(f"these processes of {run.cluster} do not end: {names}")
-    shutil.rmtree(run.short_dir, ignore_errors=True)
-    after = run.read_state() or state
-    if after.phase not in (Phase.STOPPED, Phase.FAILED):  # its leader could not write that itself
-        run.write_state(_stopped(after))
     return found
 
 

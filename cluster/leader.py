@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.1
+REFUSED = 3  # exit status; 1 and 2 are also Python's own
 
 
 class Stopped(Exception):
@@ -81,9 +82,10 @@ class Leader:
         )
 
     def run(self) -> int:
-        """Lead until asked to stop. 0 after an orderly end, 1 when the cluster did not start."""
+        """Lead until asked to stop. 0 after an orderly end, REFUSED when the configuration or the
+        port was refused before anything was started, 1 when the cluster failed later."""
         self._catch_signals()
-        failed = ""
+        failed, status = "", 0
         try:
             self._start()
             self._say(Phase.READY, "serving")
@@ -92,8 +94,10 @@ class Leader:
             pass
         except HeadraceError as error:
             failed = error.message
+            status = REFUSED if self._valkey is None and self._roles is None else 1
         except Exception as error:
             log.exception("the leader failed")
+            status = 1
             failed = (
                 f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
             )
@@ -103,7 +107,7 @@ class Leader:
         phase = Phase.FAILED if failed else Phase.STOPPED
         self._state = replace(self._state, error=failed)
         self._say(phase, failed or "stopped")
-        return 1 if failed else 0
+        return status
 
     def _start(self) -> None:
         config, run = self._config, self._run
@@ -152,7 +156,9 @@ class Leader:
                     Phase.STARTING, f"{len(serving)}/{len(expected)} roles, waiting for {waiting}"
                 )
                 problems = self._roles.problems() if self._roles else []
-                if time.monotonic() > deadline or (problems and self._state.processes == "one"):
+                if problems and self._state.processes == "one":
+                    raise ConfigError(f"a role did not start: {'; '.join(problems)}")
+                if time.monotonic() > deadline:
                     raise ConfigError(
                         f"not ready within {self._config.times.ready_s:.0f} s, waiting for"
                         f" {waiting}; {'; '.join(problems) or 'see the logs of the run'}"
@@ -219,7 +225,8 @@ def check_port_free(host: str, port: int) -> None:
         except OSError as error:
             raise ConfigError(
                 f"router.port {port} on {host} cannot be used ({error.strerror}{_holder(port)});"
-                " free it, or set another router.port"
+                " free it, or choose another: `headrace up ... --port N`, or router.port in the"
+                " cluster file"
             ) from None
 
 
@@ -248,6 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="lead one cluster; use `headrace up`")
     parser.add_argument("home", type=Path)
     parser.add_argument("cluster")
+    parser.add_argument("--lock", type=int, help="inherited descriptor that holds the run's lock")
     parser.add_argument("--insecure", action="store_true")
     parser.add_argument("--with-parent", type=int, default=0, help="end when this parent ends")
     arguments = parser.parse_args()
@@ -256,8 +264,9 @@ def main() -> None:
         die_with_parent()
         if os.getppid() != arguments.with_parent:  # gone before the line above
             sys.exit("the parent is gone")
-    lock = lock_run(run)
-    if lock is None:
+    if arguments.lock is not None:
+        os.set_inheritable(arguments.lock, False)  # it ends with this process alone
+    elif lock_run(run) is None:
         sys.exit(f"cluster {run.cluster} is led by another process")
     prepare_process(run, "leader")
     config = load_config(run.config_file)

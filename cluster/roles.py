@@ -12,15 +12,17 @@ import logging
 import logging.handlers
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 from headrace.cluster.config import ClusterConfig
-from headrace.cluster.rundir import RunDir
+from headrace.cluster.rundir import RunDir, remove_empty
 from headrace.core.card import Member, Role
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.core.role import Ready, RoleSettings
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,13 @@ def build_id() -> str:
     """What is installed here: a wheel's version carries its commit, a checkout says `dev`."""
     installed = version("headrace")
     return installed if "+" in installed else f"{installed}+dev"
+
+
+def check_role(name: str) -> Role:
+    """The serving role of this name. Raises `ConfigError`."""
+    if name not in SERVING_ROLES:
+        raise ConfigError(f"a role is one of {', '.join(SERVING_ROLES)}, got {name[:40]!r}")
+    return Role(name)
 
 
 def role_settings(config: ClusterConfig, run: RunDir, role: Role, name: str) -> RoleSettings:
@@ -144,10 +153,11 @@ class RoleThread:
 
     def status(self) -> RoleStatus:
         name = self._start[3]
-        error = f"{type(self._error).__name__}: {self._error}" if self._error else ""
+        error = self._error
+        told = error.message if isinstance(error, HeadraceError) else repr(error) if error else ""
         alive = self._thread.is_alive()
         return RoleStatus(
-            name, os.getpid(), build_id(), alive and self._member is not None, not alive, error
+            name, os.getpid(), build_id(), alive and self._member is not None, not alive, told
         )
 
     def _ready(self, member: Member) -> None:
@@ -176,21 +186,41 @@ def _new_event_loop(role: Role) -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-def run_plain(config: ClusterConfig, run: RunDir, role: Role, name: str) -> None:
+def run_plain(
+    config: ClusterConfig, run: RunDir, role: Role, name: str, say: Callable[[str], None]
+) -> None:
     """Serve as one role in this process until SIGTERM or SIGINT. Needs no Ray and imports none.
+    `say` is told once where it serves.
 
-    Raises what the role raises."""
-    if role not in SERVING_ROLES:
-        raise ConfigError(f"a role is one of {', '.join(SERVING_ROLES)}, got {role}")
-    run.create()
+    Raises `ConfigError` before anything is made when there is no Redis to meet the other roles at,
+    and what the role raises."""
+    if not config.redis.url and not _answers(run.valkey_socket):
+        raise ConfigError(
+            f"cluster {run.cluster} has no Redis, so no other role would find this one: start it"
+            f" with `headrace up`, or set redis.url in the cluster file (nothing listens at"
+            f" {run.valkey_socket})"
+        )
+    made = run.create()
     prepare_process(run, name)
+
+    def ready(member: Member) -> None:
+        say(f"{name} of cluster {run.cluster} serves at {member.address}; logs in {run.logs}")
 
     async def main() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        await run_role(config, run, role, name, stop=stop)
+        await run_role(config, run, role, name, ready=ready, stop=stop)
 
-    with asyncio.Runner(loop_factory=lambda: _new_event_loop(role)) as runner:
-        runner.run(main())
+    try:
+        with asyncio.Runner(loop_factory=lambda: _new_event_loop(role)) as runner:
+            runner.run(main())
+    finally:
+        remove_empty(made)
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens at a unix socket: a file alone may be left by a killed server."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(os.fsencode(path)) == 0

@@ -16,6 +16,7 @@ files and for sockets whose path would be too long here: see `short_dir`.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -24,6 +25,7 @@ import re
 import secrets
 import stat
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -134,17 +136,24 @@ class RunDir:
         mark = hashlib.sha256(os.fsencode(self.path.absolute())).hexdigest()[:10]
         return Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}" / mark
 
-    def create(self) -> None:
-        """Make the folders, readable by their owner only. Raises `ConfigError` when a short folder
-        of that name belongs to somebody else."""
-        for folder in (self.path, self.logs, self.store_directory):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in (self.short_dir.parent, self.short_dir):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def create(self) -> tuple[Path, ...]:
+        """Make the folders, readable by their owner only; returns those that were not there, inner
+        ones last. Raises `ConfigError` for a folder that cannot be made, or when a short folder of
+        that name belongs to somebody else."""
+        own = (self.path, self.logs, self.store_directory)
+        short = (self.short_dir.parent, self.short_dir)
+        made = [one for one in (*reversed(self.path.parents), *own, *short) if not one.exists()]
+        for folder in (*own, *short):
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
+        for folder in short:
             found = folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 raise ConfigError("the folder for short socket paths belongs to another user")
             folder.chmod(0o700)
+        return tuple(made)
 
     def cluster_token(self) -> str:
         """The token every frame carries; made at first use, kept for later runs."""
@@ -192,6 +201,14 @@ class RunDir:
         write_file(self.state_file, json.dumps(asdict(state), indent=1))
 
 
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove those of `folders`, outer ones first as `RunDir.create` returns them, that hold
+    nothing; the others stay."""
+    for folder in reversed(list(folders)):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
 def headrace_home() -> Path:
     """$HEADRACE_HOME, or ~/.headrace."""
     configured = os.environ.get("HEADRACE_HOME", "")
@@ -216,13 +233,17 @@ def known_clusters(home: Path) -> list[RunDir]:
 def lock_run(run: RunDir) -> int | None:
     """Take the run's lock and return its descriptor, or None when a living leader holds it.
 
-    The descriptor is close-on-exec: the lock ends with the calling process alone."""
+    The descriptor is close-on-exec: the lock ends with the calling process alone, or with whom it
+    hands the descriptor to. Raises `FileNotFoundError` when the folder is not there (any more)."""
     handle = os.open(run.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
         return None
+    if os.fstat(handle).st_nlink == 0:  # its holder removed the whole folder meanwhile
+        os.close(handle)
+        raise FileNotFoundError(run.path)
     return handle
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from headrace.cluster.chat import api_of
@@ -15,7 +16,7 @@ from headrace.cluster.config import ClusterConfig, Processes, load_config
 from headrace.cluster.holders import head_of_ray_lives
 from headrace.cluster.http import ApiError
 from headrace.cluster.roles import role_settings
-from headrace.cluster.rundir import RunDir, RunState
+from headrace.cluster.rundir import Phase, RunDir, RunState
 from headrace.cluster.session import run_members
 from headrace.core.card import Member, Role
 from headrace.core.errors import ConfigError
@@ -45,7 +46,7 @@ def collect(run: RunDir) -> dict[str, Any]:
         notes.append(f"the leader is gone; `headrace down --name {run.cluster}` ends the rest")
     return {
         "cluster": run.cluster,
-        "phase": str(state.phase) if processes else "not running",
+        "phase": str(state.phase) if processes or state.phase is Phase.FAILED else "not running",
         "progress": state.progress,
         "error": state.error,
         "url": state.url,
@@ -63,12 +64,11 @@ def collect(run: RunDir) -> dict[str, Any]:
 
 def table(view: dict[str, Any]) -> Table:
     """The view as a table."""
-    health = "[green]ready[/]" if view["ready"] else "[red]not ready[/]"
-    shown = Table(
-        title=f"{view['cluster']}: {view['phase']}, {health}, {view['url']}, model {view['model']},"
-        f" {view['processes']} processes, build {view['build']}",
-        title_justify="left",
-    )
+    colour = "green" if view["ready"] else "red"
+    words = [f"{view['cluster']}: [{colour}]{escape(_condition(view))}[/]"]
+    words += [f"at {view['url']}"] if view["url"] and view["processes"] else []
+    words += [f"model {view['model']}", f"{view['processes']} processes", f"build {view['build']}"]
+    shown = Table(title=", ".join(words), title_justify="left")
     for column in ("role", "state", "pid", "address", "requests", "backlog ms", "free blocks"):
         shown.add_column(column)
     for role in view["roles"]:
@@ -81,6 +81,17 @@ def table(view: dict[str, Any]) -> Table:
             *(_number(role[key]) for key in ("requests", "backlog_ms", "free_blocks")),
         )
     return shown
+
+
+def _condition(view: dict[str, Any]) -> str:
+    """How a cluster is, in one phrase."""
+    if view["phase"] == Phase.FAILED:
+        return f"failed: {view['error']}"
+    if view["phase"] == Phase.READY:
+        return "ready" if view["ready"] else "not ready"
+    if view["phase"] == Phase.STARTING:
+        return f"starting ({view['progress']})"
+    return str(view["phase"])
 
 
 def store_table(store: dict[str, Any]) -> Table:
@@ -166,7 +177,10 @@ def _roles(
                 "address": member.address if member else "",
                 "requests": samples.get((Metric.REPLICA_REQUESTS, name)),
                 "backlog_ms": samples.get((Metric.BACKLOG_MS, name)),
-                "free_blocks": samples.get((Metric.REPLICA_FREE_BLOCKS, name)),
+                # a vision replica has no blocks: its 0 is not "none left"
+                "free_blocks": None
+                if role is Role.VISION
+                else samples.get((Metric.REPLICA_FREE_BLOCKS, name)),
             }
         )
     return rows

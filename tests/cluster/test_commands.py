@@ -1,17 +1,35 @@
-"""The model room's commands, reached through `headrace`."""
+"""The `headrace` command where no cluster runs: what it refuses, what it says, what it leaves."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from headrace.cluster.chat import USAGE, attached_path, converse
+from headrace.cluster.rundir import Phase, RunDir, RunState
+from headrace.cluster.status import collect, table
+from headrace.core.errors import ConfigError
 
 HEADRACE = Path(sys.executable).parent / "headrace"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([HEADRACE, *arguments], capture_output=True, text=True, check=False)
+def run(*arguments: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **({"HEADRACE_HOME": str(home)} if home else {})}
+    return subprocess.run(
+        [HEADRACE, *arguments], capture_output=True, text=True, check=False, env=environment
+    )
 
 
 def test_layout_of_the_published_model() -> None:
@@ -30,3 +48,107 @@ def test_help_and_refusals_come_from_the_inner_command() -> None:
     refused = run("layout", "no-such-model")
     assert refused.returncode != 0
     assert "no-such-model" in refused.stderr + refused.stdout
+
+
+def state(phase: Phase, *, error: str = "", url: str = "") -> RunState:
+    """A state whose leader is long gone."""
+    return RunState("local", phase, error, error, 0, 0, 0, "", "one", "t2", url, "test")
+
+
+@pytest.fixture
+def failed_run(tmp_path: Path) -> RunDir:
+    run_dir = RunDir(tmp_path, "local")
+    run_dir.create()
+    run_dir.config_file.write_text("cluster: local")
+    run_dir.write_state(state(Phase.FAILED, error="no [room] for Valkey"))
+    return run_dir
+
+
+def test_status_says_where_it_looked(tmp_path: Path, failed_run: RunDir) -> None:
+    empty = tmp_path / "empty"
+    done = run("status", home=empty)
+    assert done.returncode == 1
+    assert f"no cluster runs under {empty};" in done.stderr
+    assert "local failed" in run("status", home=failed_run.home).stderr
+
+
+def test_status_of_a_failed_start_shows_its_reason_and_no_address(failed_run: RunDir) -> None:
+    shown = Console(file=io.StringIO(), width=200, record=True)
+    shown.print(table(collect(failed_run)))
+    head = shown.export_text().splitlines()[0].rstrip()
+    expected = "local: failed: no [room] for Valkey, model t2, 0 processes, build test"
+    assert head == expected
+
+
+def test_a_role_without_redis_is_refused_and_leaves_nothing(root: Path, tmp_path: Path) -> None:
+    config = str(root / "configs" / "cluster" / "local.yaml")
+    home = tmp_path / "home"
+    done = run("role", "decode", "--config", config, "--name", "decode-0", home=home)
+    assert done.returncode == 1
+    assert "start it with `headrace up`, or set redis.url" in done.stderr
+    assert not home.exists()
+
+    stale = RunDir(home, "local")
+    stale.create()
+    with socket.socket(socket.AF_UNIX) as killed:  # closed, but its file stays
+        killed.bind(str(stale.valkey_socket))
+    assert stale.valkey_socket.exists()
+    done = run("role", "decode", "--config", config, "--name", "decode-0", home=home)
+    assert (done.returncode, "set redis.url" in done.stderr) == (1, True)
+
+
+def test_a_role_that_there_is_not(root: Path) -> None:
+    config = str(root / "configs" / "cluster" / "local.yaml")
+    done = run("role", "supervisor", "--config", config, "--name", "a")
+    assert done.returncode == 1
+    assert "one of store, vision, prefill, decode, router, got 'supervisor'" in done.stderr
+
+
+@pytest.mark.parametrize("line", ["/x", "/image", "/imagecat.png", "/ image a.png", "//"])
+def test_a_chat_line_that_is_no_command(line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        attached_path(line)
+    assert USAGE in refused.value.message
+
+
+def test_chat_lines() -> None:
+    assert attached_path("hello /image a.png") is None
+    assert attached_path("/image  my cat.png") == Path("my cat.png")
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[Any]]]:
+    """A server that refuses every request and keeps its body."""
+    bodies: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_error(503)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{http.server_port}", bodies
+        http.shutdown()
+        thread.join()
+
+
+def test_chat_sends_messages_and_no_mistyped_command(
+    server: tuple[str, list[Any]], failed_run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, bodies = server
+    failed_run.write_state(state(Phase.READY, url=url))
+    lines = "/help\n/image\n/image /no/cat.png\nhello\n\nnever read\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    out = Console(file=io.StringIO(), width=200, record=True)
+    converse(failed_run, out, system="", max_tokens=4)
+    shown = out.export_text()
+    assert [body["messages"] for body in bodies] == [[{"role": "user", "content": "hello"}]]
+    assert shown.splitlines()[:2] == [f"model t2 of cluster local at {url}", USAGE]
+    assert "there is no command '/help'" in shown
+    assert "/image needs the path of a picture" in shown
+    assert "cannot read /no/cat.png: No such file or directory" in shown

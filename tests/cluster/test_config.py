@@ -165,5 +165,35 @@ def test_the_kept_copy_reads_back_under_the_new_name(root: Path, tmp_path: Path)
     assert run.config_file.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_port_of_the_command_line_reaches_the_router_and_the_kept_copy(
+    root: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare.yaml"
+    bare.write_text("cluster: local\n")
+    for source in (root / "configs" / "cluster" / "local.yaml", bare):
+        config = load_config(source, cluster="other", port=8123)
+        run = RunDir(tmp_path, "other")
+        run.create()
+        keep_copy(source, config, run)
+        kept = load_config(run.config_file)
+        assert kept == config
+        assert kept.router == {**load_config(source).router, "port": 8123}
+        assert kept.router_settings(run).port == 8123
+
+
+def test_a_file_that_cannot_be_read_is_named_as_given(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"cluster: \xe4")
+    (tmp_path / "list.yaml").write_text("- 1")
+    for path, reason in (
+        (Path("/nonexist.yaml"), "cannot read /nonexist.yaml: No such file or directory"),
+        (tmp_path, f"cannot read {tmp_path}: Is a directory"),
+        (tmp_path / "latin.yaml", f"cannot read {tmp_path}/latin.yaml: it is no UTF-8 text"),
+        (tmp_path / "list.yaml", f"{tmp_path}/list.yaml must hold a mapping of keys, got a list"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            load_config(path)
+        assert refused.value.message == reason
+
+
 def test_defaults_alone_are_a_configuration() -> None:
     assert read_config("cluster: local", "x.yaml") == ClusterConfig()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import fields, replace
 from pathlib import Path
 
 import httpx
@@ -19,9 +20,10 @@ import yaml
 
 from headrace.cluster.config import load_config
 from headrace.cluster.http import HttpApi
+from headrace.cluster.launch import Launch, LaunchError, end_cluster
 from headrace.cluster.roles import role_settings
-from headrace.cluster.rundir import RunDir
-from headrace.cluster.session import run_members
+from headrace.cluster.rundir import Phase, RunDir, RunState, lock_run
+from headrace.cluster.session import read_process, run_members
 from headrace.core.card import Member, Role
 from headrace.core.states import ReplicaState
 from headrace.engine import LLM
@@ -117,9 +119,31 @@ def test_up_refuses_a_port_in_use_before_it_starts_anything(short_temp: Path) ->
     assert done.returncode == 1
     assert f"router.port {port} on 127.0.0.1 cannot be used" in done.stderr
     assert f"held by process {os.getpid()} (" in done.stderr
+    assert "--port N" in done.stderr
+    assert done.stderr.count("cannot be used") == 1
     assert "Valkey" not in done.stderr and "Ray" not in done.stderr
+    assert not run.path.exists() and not run.short_dir.exists()
+
+
+def test_a_refused_start_keeps_the_folder_of_earlier_runs(short_temp: Path) -> None:
+    run = RunDir(short_temp, "plain")
+    run.create()
+    key = run.api_key("local")
+    path = write(run, 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [HEADRACE, "up", "--port", str(port), str(path)],
+            env={**os.environ, "HEADRACE_HOME": str(short_temp)},
+            capture_output=True,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr.count(f"router.port {port} on 127.0.0.1 cannot be used") == 1
     state = run.read_state()
     assert state is not None and state.phase == "failed"
+    assert state.error in done.stderr.replace("\n", " ")
+    assert run.api_key("local") == key
 
 
 @pytest.mark.parametrize(
@@ -142,7 +166,86 @@ def test_up_refuses_a_configuration_with_key_and_bound(
         text=True,
     )
     assert done.returncode == 1
-    assert reason in done.stderr
+    assert done.stderr.count(reason) == 1
+    assert sorted(short_temp.iterdir()) == [path]
+
+
+def test_of_two_launches_one_wins_and_the_other_touches_nothing(short_temp: Path) -> None:
+    run = RunDir(short_temp, "plain")
+    path = write(run, 0)
+    path.write_text(path.read_text() + "processes: one\npools: {decode: 1}\n")
+    environment = {**os.environ, "HEADRACE_HOME": str(short_temp), "OMP_NUM_THREADS": "1"}
+    both = [
+        subprocess.Popen(
+            [HEADRACE, "up", str(path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=120.0) for process in both]
+        assert sorted(process.returncode for process in both) == [0, 1]
+        refused = next(said[i][1] for i in range(2) if both[i].returncode)
+        words = " ".join(refused.split())
+        assert "is led by another process" in words or "is already starting" in words, refused
+        state = run.read_state()
+        assert state is not None and state.phase == "ready"
+        assert state.pid in {member.pid for member in run_members(state)}
+        assert HttpApi(state.url, run.api_key("local")).ready()
+    finally:
+        subprocess.run([HEADRACE, "down", "--name", "plain"], env=environment, timeout=120.0)
+    ended = run.read_state()
+    assert ended is not None and ended.phase == "stopped" and run_members(ended) == []
+
+
+def test_a_launch_behind_the_lock_leaves_every_file_as_it_is(
+    short_temp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_HOME", str(short_temp))
+    run = RunDir(short_temp, "plain")
+    run.create()
+    (run.short_dir / "socket").write_text("of the other")
+    run.state_file.write_text("{}")  # no state of a living leader: the lock alone tells
+    lock = lock_run(run)
+    assert lock is not None
+    launch = Launch(write(run, 0))
+    before = sorted(run.path.iterdir())
+    with pytest.raises(LaunchError, match="plain is led by another process, or already starting"):
+        launch.start(lambda text: None)
+    launch.abandon(lambda text: None)
+    os.close(lock)
+    assert sorted(run.path.iterdir()) == before
+    assert run.state_file.read_text() == "{}"
+    assert (run.short_dir / "socket").read_text() == "of the other"
+
+
+def test_ending_a_run_takes_nothing_from_the_one_that_follows(short_temp: Path) -> None:
+    run = RunDir(short_temp, "plain")
+    run.create()
+    (run.short_dir / "socket").write_text("of the next")
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with sleeper:
+        process = read_process(sleeper.pid)
+        assert process is not None
+        gone = RunState(
+            **{f.name: "x" for f in fields(RunState) if f.name != "phase"},
+            phase=Phase.READY,
+        )
+        gone = replace(gone, pid=sleeper.pid, sid=sleeper.pid, started_ticks=1)  # an id used anew
+        run.write_state(gone)
+        lock = lock_run(run)
+        assert lock is not None
+        assert end_cluster(run, lambda text: None) == 0
+        assert run.read_state() == gone and (run.short_dir / "socket").exists()
+        os.close(lock)
+        assert end_cluster(run, lambda text: None) == 0  # nobody leads: now it is cleared away
+        assert not run.short_dir.exists()
+        assert (run.read_state() or gone).phase is Phase.STOPPED
+        assert sleeper.poll() is None
+        sleeper.communicate(b"\n")
 
 
 def test_in_the_foreground_ctrl_c_ends_everything(short_temp: Path) -> None:
