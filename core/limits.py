@@ -75,7 +75,8 @@ class EdgeLimits:
     """What the HTTP edge accepts. Sizes in bytes, durations in seconds, one field a limit."""
 
     body_bytes: int = 8 << 20
-    header_bytes: int = 64 << 10
+    header_bytes: int = 64 << 10  # target, names, values and 4 bytes a field
+    header_fields: int = 128  # of a head, and of the trailer behind a chunked body
     header_deadline_s: float = 10.0
     body_deadline_s: float = 30.0
     json_depth: int = 64

@@ -18,7 +18,7 @@ from headrace.core.errors import (
     UnsupportedMediaType,
 )
 from headrace.core.limits import EdgeLimits
-from headrace.router.server import HeadTooLarge
+from headrace.router.server import check_fields
 
 Scope: TypeAlias = Mapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -58,9 +58,7 @@ class Exchange:
 
     def check_head(self) -> None:
         """Refuse what can be told from the head alone, before any route or key is looked at."""
-        size = sum(len(name) + len(value) for name, value in self._raw_headers)
-        if size + self._target_bytes > self._limits.header_bytes:
-            raise HeadTooLarge(f"a request's head is limited to {self._limits.header_bytes} bytes")
+        check_fields(self._raw_headers, self._limits, self._target_bytes)
         if b"transfer-encoding" in self._headers and b"content-length" in self._headers:
             # Two readers of such a message may disagree on where it ends.
             self.extra.append((b"connection", b"close"))

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import h11
@@ -34,6 +34,46 @@ class HeadTooLarge(HeadraceError):
     status = 431
     type = "invalid_request_error"
     code = "headers_too_large"
+
+
+def check_fields(
+    fields: Collection[tuple[bytes, bytes]], limits: EdgeLimits, other_bytes: int = 0
+) -> None:
+    """Raises `HeadTooLarge` for the fields of a head or trailer, `other_bytes` besides them."""
+    if len(fields) > limits.header_fields:
+        raise HeadTooLarge(
+            f"header fields are limited to {limits.header_fields}, got {len(fields)}"
+        )
+    size = other_bytes + sum(len(name) + len(value) + 4 for name, value in fields)
+    if size > limits.header_bytes:
+        raise HeadTooLarge(
+            f"a request's head is limited to {limits.header_bytes} bytes, got {size}"
+        )
+
+
+class _Refused(h11.RemoteProtocolError):
+    """What the parser took and we do not; carries our error through uvicorn's except clause."""
+
+    def __init__(self, error: HeadraceError) -> None:
+        super().__init__(error.message, error_status_hint=error.status)
+        self.error = error
+
+
+class _Parser(h11.Connection):
+    """h11's server side with bounds on the trailer of a chunked body, which uvicorn drops."""
+
+    def __init__(self, limits: EdgeLimits) -> None:
+        super().__init__(h11.SERVER, limits.header_bytes)
+        self._limits = limits
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.EndOfMessage):
+            try:
+                check_fields(event.headers, self._limits)  # type: ignore[arg-type]
+            except HeadTooLarge as error:
+                raise _Refused(error) from None
+        return event
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -71,6 +111,7 @@ class EdgeProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn = _Parser(self.edge)
         self._arm(self.edge.header_deadline_s, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -113,12 +154,16 @@ class EdgeProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what h11 refused (called by uvicorn inside its except clause)."""
         cause = sys.exc_info()[1]
-        status = getattr(cause, "error_status_hint", 400)
-        error: HeadraceError = (
-            HeadTooLarge(f"a request's head is limited to {self.edge.header_bytes} bytes")
-            if status == 431
-            else InvalidRequest("not a valid HTTP request")
-        )
+        error: HeadraceError = InvalidRequest("not a valid HTTP request")
+        if isinstance(cause, _Refused):
+            error = cause.error
+        elif getattr(cause, "error_status_hint", 400) == 431:
+            error = HeadTooLarge(f"a request's head is limited to {self.edge.header_bytes} bytes")
+        cycle = self.cycle
+        if self._answering() and cycle.more_body and not cycle.response_started:
+            # The application waits for a body that will not come: it sees its client leave.
+            cycle.disconnected = True
+            cycle.message_event.set()
         self._answer_and_close(error)
 
     def _head_is_late(self) -> None:
@@ -150,7 +195,8 @@ class EdgeProtocol(H11Protocol):
 
     def _answering(self) -> bool:
         """Whether the application already owns an answer on this connection."""
-        return self.cycle is not None and not self.cycle.response_complete
+        cycle = self.cycle
+        return cycle is not None and not cycle.response_complete and not cycle.disconnected
 
     def _arm(self, seconds: float, action: Callable[[], None]) -> None:
         self._disarm()

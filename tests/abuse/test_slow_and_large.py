@@ -229,6 +229,63 @@ async def test_a_large_head_costs_nothing(rig: Any, name: str) -> None:
     await rig.pulse()
 
 
+def fields(n: int, value_bytes: int = 1) -> str:
+    return "".join(f"x-{i:05}: {'a' * value_bytes}\r\n" for i in range(n))
+
+
+async def refused(rig: Any, data: str, status: int, words: str) -> None:
+    """`data` is answered with this error, in one JSON body, and the connection ends."""
+    sock = await Socket.open(rig.port)
+    await sock.send(data)
+    assert await sock.status() == status
+    head, _, body = (await sock.rest()).partition(b"\r\n\r\n")
+    assert b"application/json" in head and b"connection: close" in head.lower()
+    assert words in json.loads(body)["error"]["message"]
+    sock.close()
+
+
+async def test_header_fields_are_counted(rig: Any) -> None:
+    start = "GET /health HTTP/1.1\r\nconnection: close\r\nhost: x\r\n"
+    sock = await Socket.open(rig.port)
+    await sock.send(start + fields(126) + "\r\n")
+    assert await sock.status() == 200  # the control: 128 in all
+    sock.close()
+    for more in (127, 10_000):
+        words = f"limited to 128, got {more + 2}"
+        await refused(rig, start + fields(more) + "\r\n", 431, words)
+    # 8 bytes of a name, 4 around it: only with these is it above the 64 KiB.
+    await refused(rig, start + fields(120, 540) + "\r\n", 431, "limited to 65536 bytes, got")
+    assert 120 * 540 < 65536 < 120 * 552
+
+
+async def test_the_trailer_of_a_chunked_body_is_bounded_likewise(rig: Any) -> None:
+    body = json.dumps(BODY)
+    start = HEAD + f"transfer-encoding: chunked\r\n\r\n{len(body):x}\r\n{body}\r\n0\r\n"
+    sock = await Socket.open(rig.port)
+    await sock.send(start + fields(128) + "\r\n")
+    assert await sock.status() == 200
+    sock.close()
+    await refused(rig, start + fields(129) + "\r\n", 431, "limited to 128, got 129")
+    await refused(rig, start + fields(100, 700) + "\r\n", 431, "65536 bytes")
+    await rig.until(rig.nothing_held)
+    await rig.pulse()
+
+
+async def test_a_bad_chunk_is_a_400_of_ours(rig: Any) -> None:
+    start = HEAD + "transfer-encoding: chunked\r\n\r\n"
+    for bad in ("zz\r\n{}\r\n0\r\n\r\n", "2\r\n{}zz\r\n", "-1\r\n", "2\r\n{}\r\n0x10\r\n"):
+        await refused(rig, start + bad, 400, "not a valid HTTP request")
+        # The same where the application already waits for the body.
+        sock = await Socket.open(rig.port)
+        await sock.send(start)
+        await rig.until(lambda: rig.router.desk.open_requests == 1)
+        await sock.send(bad)
+        assert await sock.status() == 400
+        sock.close()
+        await rig.until(rig.nothing_held)
+    await rig.pulse()
+
+
 async def test_garbage_is_a_400_of_ours(rig: Any) -> None:
     for garbage in (b"\x16\x03\x01\x02\x00\x01\x00", b"HELO x\r\n\r\n", b"\r\n\r\n\r\n \r\n\r\n"):
         sock = await Socket.open(rig.port)
