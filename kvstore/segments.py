@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,8 @@ from headrace.kvstore.settings import Kind, StoreSettings
 
 log = logging.getLogger(__name__)
 _BLANK = bytes(HEADER_BYTES)
+SEGMENT_GLOB = "segment-*.seg"
+MAX_SEGMENTS = 1_000_000  # six digits in a name
 
 
 class FileCalls:
@@ -85,7 +88,8 @@ class SegmentFiles:
 
     def open(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Open or make all files and take their space. Raises `ConfigError` when the disk has not
-        enough, or holds files that another version or another store wrote."""
+        enough, or holds files that another version or another store wrote; then every file is as
+        long as before and none is new."""
         size = self._settings.segment_bytes
         count = self._settings.ssd_bytes // size
         least = SEGMENT_HEADER_BYTES + max(self._slot_bytes.values())
@@ -96,13 +100,38 @@ class SegmentFiles:
                 f"ssd_bytes must be at least {2 * size}, two segments of segment_bytes,"
                 f" got {self._settings.ssd_bytes}"
             )
+        if count > MAX_SEGMENTS:
+            raise ConfigError(
+                f"ssd_bytes must be at most {MAX_SEGMENTS * size}, {MAX_SEGMENTS} segments of"
+                f" segment_bytes, got {self._settings.ssd_bytes}"
+            )
         directory = Path(self._settings.directory)
-        for number in range(count):
-            self.segments.append(self._open_file(directory / _name(number), number, size))
-            if progress is not None:
-                progress(number + 1, count)
+        self._refuse_more_than_free(directory, count)
+        before = {path: _length(path) for path in map(directory.joinpath, map(_name, range(count)))}
+        try:
+            for number, path in enumerate(before):
+                self.segments.append(self._open_file(path, number, size))
+                if progress is not None:
+                    progress(number + 1, count)
+        except BaseException:
+            self.close()
+            _give_back(before)
+            raise
         self._remove_surplus(directory, count)
         self.uid = self.uid or secrets.token_bytes(8)
+
+    def _refuse_more_than_free(self, directory: Path, count: int) -> None:
+        size = self._settings.segment_bytes
+        last = _name(count - 1)
+        there = [path for path in directory.glob(SEGMENT_GLOB) if path.name <= last]
+        missing = count * size - sum(min(size, _taken_bytes(path)) for path in there)
+        free = shutil.disk_usage(directory).free
+        if missing > free:
+            most = self._settings.ssd_bytes - missing + free
+            raise ConfigError(
+                f"ssd_bytes must be at most {max(0, most)}, what is free or already taken in"
+                f" {directory}, got {self._settings.ssd_bytes}"
+            )
 
     def _open_file(self, path: Path, number: int, size: int) -> Segment:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -151,7 +180,7 @@ class SegmentFiles:
         return last
 
     def _remove_surplus(self, directory: Path, count: int) -> None:
-        for path in sorted(directory.glob("segment-*.seg")):
+        for path in sorted(directory.glob(SEGMENT_GLOB)):
             if path.name not in {_name(number) for number in range(count)}:
                 log.warning("removed %s: ssd_bytes became smaller", path.name)
                 path.unlink()
@@ -305,6 +334,27 @@ def lock_directory(directory: str) -> int:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor
+
+
+def _length(path: Path) -> int | None:
+    return path.stat().st_size if path.exists() else None
+
+
+def _taken_bytes(path: Path) -> int:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return 0
+    return min(found.st_size, found.st_blocks * 512)  # a sparse file has still to take its space
+
+
+def _give_back(before: dict[Path, int | None]) -> None:
+    for path, length in before.items():
+        now = _length(path)
+        if length is None:
+            path.unlink(missing_ok=True)
+        elif now is not None and now > length:
+            os.truncate(path, length)
 
 
 def _name(number: int) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,6 +108,43 @@ def test_a_disk_that_is_too_small_is_an_error_at_start(opened, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ConfigError, match="ssd_bytes: 2097152 bytes could not be taken .No space"):
         opened()
+
+
+def test_more_than_is_free_is_refused_before_anything_is_taken(opened, settings_for, monkeypatch):
+    write(opened(ssd_bytes=2 * SEGMENT), 1)
+    folder = path(settings_for, 0).parent
+    monkeypatch.setattr(shutil, "disk_usage", lambda where: SimpleNamespace(free=3 * SEGMENT))
+    before = sorted(folder.iterdir())
+    most = 5 * SEGMENT  # two are there already
+    with pytest.raises(ConfigError, match=f"ssd_bytes must be at most {most}, .*got {6 * SEGMENT}"):
+        opened(ssd_bytes=6 * SEGMENT)
+    with pytest.raises(ConfigError, match=f"ssd_bytes must be at most .*got {1 << 60}"):
+        opened(ssd_bytes=1 << 60)
+    assert sorted(folder.iterdir()) == before
+    files = opened(ssd_bytes=most)
+    assert len(files.segments) == 5 and set(found(files)) == {1}
+
+
+def test_a_start_that_fails_later_leaves_the_files_as_they_were(opened, settings_for, monkeypatch):
+    write(opened(ssd_bytes=2 * SEGMENT), 1)
+    folder = path(settings_for, 0).parent
+    before = {file.name: file.stat().st_size for file in folder.iterdir()}
+    calls = []
+    take = os.posix_fallocate
+
+    def full_at_the_fourth(descriptor, offset, length):
+        calls.append(length)
+        if len(calls) == 4:
+            take(descriptor, offset, length // 2)  # some systems leave what they could take
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        take(descriptor, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_at_the_fourth)
+    with pytest.raises(ConfigError, match="bytes could not be taken .No space"):
+        opened(ssd_bytes=8 * SEGMENT)
+    assert len(calls) == 4
+    assert {file.name: file.stat().st_size for file in folder.iterdir()} == before
+    assert set(found(opened(ssd_bytes=2 * SEGMENT))) == {1}
 
 
 def test_sizes_that_hold_nothing_are_refused(opened):
