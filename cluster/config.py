@@ -19,6 +19,7 @@ importing torch; `load_config` alone is quick.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 Section = dict[str, Any]
 MAX_REPLICAS = 64
+DOMAIN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ENGINE_POOLS = (Role.VISION, Role.PREFILL, Role.DECODE)
 STORE_DEFAULTS = {"arena_bytes": 256 << 20, "ssd_bytes": 512 << 20, "segment_bytes": 32 << 20}
 
@@ -89,6 +91,11 @@ class KeyEntry:
 
     def __post_init__(self) -> None:
         check_name(self.tenant)
+        if self.domain and not DOMAIN.fullmatch(self.domain):  # "" means the tenant's own
+            raise ConfigError(
+                "domain must have at most 64 of the characters A-Z a-z 0-9 . _ - or be empty,"
+                f" got {ascii(self.domain)[:60]}"
+            )
         if self.key and len(self.key) < 16:
             raise ConfigError(f"key must have at least 16 characters, got {len(self.key)}")
 

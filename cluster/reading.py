@@ -33,6 +33,10 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"{name} is no valid YAML{where}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply, or holds itself") from None
+    except (TypeError, ValueError, OverflowError) as error:  # a list as a key, a 13th month
+        raise ConfigError(f"{name} holds a value that is none: {str(error)[:100]}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{name} must hold a mapping of keys, got {_kind(values)}")
     return values
@@ -111,6 +115,10 @@ def _refuse_duplicates(node: yaml.Node, name: str) -> None:
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(
+                    f"{name}: a key must be plain text, in line {key.start_mark.line + 1}"
+                )
             if key.value in seen:
                 raise ConfigError(
                     f"{name}: key {key.value!r:.60} stands twice, again in line"

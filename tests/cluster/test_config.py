@@ -51,6 +51,15 @@ REFUSED = {
     ),
     "two generated keys": ("keys: [{tenant: a}, {tenant: a}]", "at most one generated key"),
     "tenant missing": ("keys: [{domain: a}]", "tenant"),
+    "key that is a list": ("[1, 2]: 3", "x.yaml: a key must be plain text, in line 1"),
+    "key that is a mapping": ("? {a: 1}\n: 3", "x.yaml: a key must be plain text, in line 1"),
+    "a date that is none": ("cluster: 2020-13-45", "x.yaml holds a value that is none"),
+    "deep": (f"a: {'[' * 20_000}", "x.yaml is nested too deeply"),
+    "deep and closed": (f"a: {'[' * 5000}{']' * 5000}", "x.yaml is nested too deeply"),
+    "holds itself": ("a: &x [*x]", "x.yaml is nested too deeply, or holds itself"),
+    "domain": ('keys: [{tenant: a, domain: "a b"}]', "keys[0]: domain must have at most 64"),
+    "domain, surrogate": ('keys: [{tenant: a, domain: "\\ud800"}]', "domain must have at most 64"),
+    "domain, long": (f"keys: [{{tenant: a, domain: {'x' * 65}}}]", "domain must have at most 64"),
     "redis": ("redis: {url: 'http://x'}", "url must begin with redis://"),
 }
 
