@@ -40,15 +40,21 @@ class FrameCodec:
             raise WireError(f"a frame holds {self._max_frame_bytes} bytes, got {len(payload)}")
         return _HEAD.pack(MAGIC, VERSION, 0, len(payload)) + self._tag + payload
 
+    @staticmethod
+    def check_start(start: bytes) -> None:
+        """Refuse what cannot become a frame by its first bytes, however few: raises `WireError`
+        for a wrong magic or version."""
+        if start[:2] != MAGIC[: len(start)]:
+            raise WireError("not a frame")
+        if len(start) > 2 and start[2] != VERSION:
+            raise WireError(f"frame version {start[2]}, this build speaks {VERSION}")
+
     def payload_bytes(self, header: bytes) -> int:
         """Payload length announced by a frame header of `HEADER_BYTES` bytes.
 
         Raises `WireError` for a wrong magic, version, flag, token or an excessive length."""
-        magic, version, flags, length = _HEAD.unpack_from(header)
-        if magic != MAGIC:
-            raise WireError("not a frame")
-        if version != VERSION:
-            raise WireError(f"frame version {version}, this build speaks {VERSION}")
+        self.check_start(header)
+        _, _, flags, length = _HEAD.unpack_from(header)
         if not hmac.compare_digest(header[_HEAD.size : HEADER_BYTES], self._tag):
             raise WireError("wrong cluster token")
         if flags:

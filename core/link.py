@@ -27,7 +27,9 @@ Handler = Callable[["Link"], Awaitable[None]]
 class Link:
     """One connection. `async for message in link` ends when the peer closes.
 
-    Raises `WireError` out of iteration on a bad frame, after closing the connection."""
+    Raises `WireError` out of iteration on a bad frame, after closing the connection. A frame that
+    has begun must be complete within `send_s`; between frames a link may be idle for ever. With
+    `first_s`, the first frame must be complete within so much of the first `receive`."""
 
     def __init__(
         self,
@@ -36,7 +38,9 @@ class Link:
         table: MessageTable,
         token: str,
         limits: WireLimits,
+        first_s: float | None = None,
     ) -> None:
+        self._first_s = first_s
         self._reader = reader
         self._writer = writer
         self._table = table
@@ -81,17 +85,31 @@ class Link:
                 self.abort()
 
     async def receive(self) -> Any | None:
-        """The next message, or None when the peer closed. Raises `WireError` on a bad frame."""
+        """The next message, or None when the peer closed. Raises `WireError` on a bad or late
+        frame."""
+        first_s, self._first_s = self._first_s, None
         try:
-            header = await self._reader.readexactly(HEADER_BYTES)
-            payload = await self._reader.readexactly(self._codec.payload_bytes(header))
+            async with asyncio.timeout(first_s):
+                payload = await self._frame()
             return self._table.decode(payload)
+        except TimeoutError:
+            self.abort()
+            raise WireError("a frame was not complete in time") from None
         except (asyncio.IncompleteReadError, ConnectionError, OSError):
             self.abort()
             return None
         except WireError:
             self.abort()
             raise
+
+    async def _frame(self) -> bytes:
+        """The next frame's payload. What is no frame is told by its first bytes."""
+        header = await self._reader.readexactly(1)
+        async with asyncio.timeout(self._limits.send_s):
+            for upto in (2, 3, HEADER_BYTES):
+                self._codec.check_start(header)
+                header += await self._reader.readexactly(upto - len(header))
+            return await self._reader.readexactly(self._codec.payload_bytes(header))
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         while (message := await self.receive()) is not None:
@@ -104,12 +122,16 @@ class Link:
             self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Flush and close. Idempotent."""
+        """Flush and close; what the peer does not take within `send_s` is dropped. Idempotent."""
         if not self.closed:
             self.closed = True
             with contextlib.suppress(ConnectionError, OSError):
                 self._writer.close()
-                await self._writer.wait_closed()
+                try:
+                    async with asyncio.timeout(self._limits.send_s):
+                        await self._writer.wait_closed()
+                except TimeoutError:
+                    self._writer.transport.abort()
 
     @property
     def socket(self) -> socket.socket:
@@ -147,13 +169,14 @@ async def serve_links(
     """Listen on `address` (port 0 picks one) and run `handler(link)` for every connection.
 
     Returns the server and the address it really listens on. A handler that raises `WireError`
-    ends its connection only; anything else is logged with its traceback and ends it too."""
+    ends its connection only; anything else is logged with its traceback and ends it too. Who
+    connects must have sent a first frame within `connect_s`."""
     limits = limits or WireLimits()
     scheme, host, port = parse_address(address)
 
     async def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _no_delay(writer)
-        link = Link(reader, writer, table, token, limits)
+        link = Link(reader, writer, table, token, limits, first_s=limits.connect_s)
         try:
             await handler(link)
         except WireError as error:

@@ -70,7 +70,7 @@ class _Parser(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.EndOfMessage):
             try:
-                check_fields(event.headers, self._limits)  # type: ignore[arg-type]
+                check_fields(event.headers, self._limits)
             except HeadTooLarge as error:
                 raise _Refused(error) from None
         return event

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import socket
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -191,6 +195,94 @@ async def test_a_peer_with_another_token_is_cut_off_and_the_server_lives() -> No
     assert await friend.receive() == SAMPLES[3]
     await friend.close()
     server.close()
+
+
+FAST = WireLimits(connect_s=1, send_s=1)  # seconds, the least that limits may be
+
+
+@pytest.fixture(params=["tcp", "unix"])
+async def fast_server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+    """The address of an echo with short deadlines, on either kind of socket."""
+    address = "tcp://127.0.0.1:0" if request.param == "tcp" else f"unix://{tmp_path}/s"
+    server, address = await serve_links(address, _echo, MESSAGES, TOKEN, FAST)
+    yield address
+    server.close()
+
+
+async def raw(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    scheme, host, port = parse_address(address)
+    if scheme == "unix":
+        return await asyncio.open_unix_connection(host)
+    return await asyncio.open_connection(host, port)
+
+
+FRAME = FrameCodec(TOKEN, 1000).encode(MESSAGES.encode(Cancel(KEY, "gone")))
+
+
+async def test_a_begun_frame_must_be_completed(fast_server: str) -> None:
+    """Nothing, parts of a header, parts of a payload: first, and behind a whole frame."""
+    peers = []
+    for sent in (0, 1, 3, HEADER_BYTES - 1, HEADER_BYTES, len(FRAME) - 1):
+        for before in (b"", FRAME):
+            if sent or not before:
+                peers.append((await raw(fast_server), before, FRAME[:sent]))
+    for (_, writer), before, part in peers:
+        writer.write(before + part)
+    async with asyncio.timeout(8):
+        for (reader, writer), before, _ in peers:
+            assert await reader.read() == before  # the echo of it, then the end
+            writer.close()
+
+
+async def test_a_frame_fed_byte_by_byte_meets_the_same_deadline(fast_server: str) -> None:
+    reader, writer = await raw(fast_server)
+    ended = asyncio.create_task(reader.read())
+    sent = 0
+    while not ended.done() and sent < len(FRAME):
+        writer.write(FRAME[sent : sent + 1])
+        sent += 1
+        await asyncio.sleep(0.05)
+    with contextlib.suppress(ConnectionError):
+        assert await ended == b""
+    assert 3 < sent < len(FRAME)
+    writer.close()
+
+
+async def test_an_idle_link_stays_open(fast_server: str) -> None:
+    """The control: the deadlines count begun frames only."""
+    link = await open_link(fast_server, MESSAGES, TOKEN, FAST)
+    for _ in range(2):
+        await link.send(SAMPLES[3])
+        assert await link.receive() == SAMPLES[3]
+        await asyncio.sleep(1.3)
+    await link.send(SAMPLES[0])
+    assert await link.receive() == SAMPLES[0]
+    await link.close()
+
+
+@pytest.mark.parametrize("start", [b"G", b"HX", b"HR\x09"])
+async def test_the_first_wrong_byte_ends_a_connection(start: bytes) -> None:
+    slow = WireLimits(connect_s=60, send_s=60)  # so that no deadline does it
+    server, address = await serve_links("tcp://127.0.0.1:0", _echo, MESSAGES, TOKEN, slow)
+    reader, writer = await raw(address)
+    writer.write(start)
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+    writer.close()
+    server.close()
+
+
+async def test_closing_does_not_wait_for_a_peer_that_takes_nothing() -> None:
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=here)
+    link = Link(reader, writer, MESSAGES, TOKEN, FAST)
+    link.post(Cancel(KEY, "x" * (4 << 20)))
+    assert writer.transport.get_write_buffer_size() > 0
+    async with asyncio.timeout(8):
+        await link.close()
+    assert writer.transport.get_write_buffer_size() == 0
+    there.close()
 
 
 async def test_an_oversized_frame_closes_only_its_own_link() -> None:
