@@ -167,9 +167,8 @@ class SupervisorThread:
                 os.kill(watched.pid, signal.SIGKILL)
             elif action is Action.ENSURE:
                 # Ray's calls block, and without its head for ever: not in this loop
-                await asyncio.wait_for(
-                    asyncio.to_thread(self._ensure, watched.role, name), timeout=10.0
-                )
+                async with asyncio.timeout(10.0):
+                    await asyncio.to_thread(self._ensure, watched.role, name)
 
     def _report(self, stale: bool) -> None:
         roles = [asdict(watched) for watched in self._watch.roles.values()]

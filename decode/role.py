@@ -137,7 +137,8 @@ class DecodeReplica:
         if self.work is not None:
             work, self.work = self.work, None
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(work.stop("the decode replica stops", FLUSH_S), STOP_S)
+                async with asyncio.timeout(STOP_S):
+                    await work.stop("the decode replica stops", FLUSH_S)
             await self.driver.stop()
             await self.stores.close()
         await self.shell.close()

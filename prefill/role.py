@@ -130,7 +130,8 @@ class PrefillReplica:
         if self.work is not None:
             work, self.work = self.work, None
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(work.stop("the prefill replica stops"), STOP_S)
+                async with asyncio.timeout(STOP_S):
+                    await work.stop("the prefill replica stops")
             await self.links.close()
             await self.driver.stop()
             await self.stores.close()

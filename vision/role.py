@@ -105,7 +105,8 @@ class VisionReplica:
         if self.work is not None:
             work, self.work = self.work, None
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(work.stop("the vision replica stops"), STOP_S)
+                async with asyncio.timeout(STOP_S):
+                    await work.stop("the vision replica stops")
             await self.store.close()
         await self.shell.close()
         await self._board.close()
