@@ -59,7 +59,7 @@ def read_tools(value: Any) -> list[Json]:
             _string(function["description"], f"{where}.function.description", empty=True)
         if function.get("parameters") is not None and not isinstance(function["parameters"], dict):
             raise InvalidRequest(f"{where}.function.parameters must be an object", param=where)
-        if function.get("strict") not in (None, False):
+        if function.get("strict") is not None and function["strict"] is not False:
             raise InvalidRequest("strict tools are not offered", param=f"{where}.function.strict")
         _check_strings(function, where)
     return value
@@ -100,7 +100,7 @@ def _assistant(item: Json, where: str) -> Json:
         out["reasoning_content"] = _string(
             item["reasoning_content"], f"{where}.reasoning_content", empty=True
         )
-    if item.get("prefix") not in (None, False):
+    if item.get("prefix") is not None and item["prefix"] is not False:
         raise InvalidRequest(f"{where}.prefix is not offered", param=f"{where}.prefix")
     if item.get("tool_calls") is None:
         return out

@@ -21,12 +21,15 @@ from headrace.router.jsonbody import Json, check_text, show_name
 from headrace.router.messages import read_messages, read_tools
 from headrace.router.pictures import part_chars, take_urls
 
-IGNORED = frozenset(
-    # of the API, without meaning here; and names under which others take identities from clients:
-    # tenant, domain and ids are ours (a client's salt would protect nobody)
-    {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
-    | {"parallel_tool_calls", "cache_salt", "request_id"}
-)
+# Of the API, without meaning here; and names under which others take identities from clients:
+# tenant, domain and ids are ours (a client's salt would protect nobody).
+IGNORED: dict[str, type] = {
+    **dict.fromkeys(("user", "service_tier", "safety_identifier", "prompt_cache_key"), str),
+    **dict.fromkeys(("cache_salt", "request_id"), str),
+    **dict.fromkeys(("store", "parallel_tool_calls"), bool),
+    "metadata": dict,  # of strings
+}
+_TYPE_NAMES = {str: "a string", bool: "true or false", dict: "an object of strings"}
 SHARED = frozenset(
     {"model", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options"}
     | {"n", "logprobs", "presence_penalty", "frequency_penalty", "logit_bias"}
@@ -94,8 +97,8 @@ def read_completion(body: Json, limits: EdgeLimits) -> Ask:
     """A `/v1/completions` body. Raises `InvalidRequest` naming the field."""
     ask = _read_shared(body, COMPLETION, limits)
     _integer(body, "best_of", Limit("best_of", 1, limits.choices))
-    for name in ("echo", "suffix"):
-        if body.get(name) not in (None, False, ""):
+    for name, off in (("echo", False), ("suffix", "")):
+        if (value := body.get(name)) is not None and (type(value) is not type(off) or value):
             raise InvalidRequest(f"{name} is not offered", param=name)
     return replace(ask, prompt=_prompt(body.get("prompt"), limits))
 
@@ -145,6 +148,7 @@ def _read_shared(
         if name not in fields and name not in IGNORED:
             shown = show_name(name)
             raise InvalidRequest(f"{shown} is not supported", param=shown, code="unknown_field")
+    _check_ignored(body)
     model = body.get("model")
     if not isinstance(model, str) or not model:
         raise InvalidRequest("model must be a non-empty string", param="model")
@@ -173,6 +177,16 @@ def _chars(message: Json) -> int:
     if isinstance(content, list):
         return sum(map(part_chars, content))
     return len(content or "")
+
+
+def _check_ignored(body: Json) -> None:
+    for name in body.keys() & IGNORED.keys():
+        value, kind = body[name], IGNORED[name]
+        right = value is None or isinstance(value, kind)
+        if isinstance(value, dict):
+            right = right and all(isinstance(item, str) for item in value.values())
+        if not right:
+            raise InvalidRequest(f"{name} must be {_TYPE_NAMES[kind]}", param=name)
 
 
 def _integer(body: Json, name: str, limit: Limit) -> int | None:

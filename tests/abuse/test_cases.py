@@ -123,6 +123,10 @@ async def test_ignored_fields_change_nothing(rig: Any) -> None:
         "parallel_tool_calls": False,
     }
     headers = {"x-tenant": "b", "x-request-id": "of-another"}
+    nothing = await rig.client.post(
+        PATHS["completions"], json=GOOD["completions"] | {"echo": False, "suffix": ""}
+    )
+    assert nothing.status_code == 200  # the control of cases B8
     for path, good in GOOD.items():
         answer = await rig.client.post(PATHS[path], json=good | extra, headers=headers)
         assert answer.status_code == 200, answer.text
