@@ -30,6 +30,7 @@ import yaml
 from headrace.cluster.reading import check_range, parse_yaml, read_record
 from headrace.cluster.rundir import RunDir, SlotSizes, check_name, write_file
 from headrace.core.card import Role
+from headrace.core.chain import BLOCK_TOKENS
 from headrace.core.deployment import Deployment
 from headrace.core.errors import ConfigError
 from headrace.core.link import parse_address
@@ -199,11 +200,45 @@ class ClusterConfig:
     def check(self, run: RunDir) -> None:
         """Read the sections of other rooms too, make the generated keys, and write down the slot
         sizes, so that no store imports torch to know them. Raises `ConfigError` naming the key."""
-        self.engine_settings()
+        engine = self.engine_settings()
         self.vision_settings()
+        check_device(self.deployment.device)
+        self._check_model(engine)
         run.write_sizes(self.deployment.model, self.slot_sizes())
         self.store_settings(run)
         self.router_settings(run)
+
+    def _check_model(self, engine: EngineSettings) -> None:
+        """What is too small or too large for the served model."""
+        from headrace.model import ModelConfig
+        from headrace.router.tokens import Vocabulary
+
+        name = self.deployment.model
+        model = ModelConfig.load(name)
+        window = model.sliding_window
+        keep = self.deployment.keep_for(window)
+        if keep < window:
+            raise ConfigError(
+                f"deployment.keep_tokens must be 0 or at least {window}, the window of {name},"
+                f" got {keep}"
+            )
+        least = -(-(keep + window) // BLOCK_TOKENS) + 1  # keep and window, and one to go on in
+        if engine.n_blocks < least:
+            raise ConfigError(
+                f"engine.n_blocks must be at least {least} for a keep of {keep} and a window of"
+                f" {window} tokens, got {engine.n_blocks}"
+            )
+        tokenizer = self.router.get("tokenizer", "tokenizer-4096")
+        if isinstance(tokenizer, str):  # otherwise `router_settings` refuses it
+            try:
+                ids = Vocabulary(tokenizer).size
+            except ConfigError as error:
+                raise ConfigError(f"router.{error.message}") from None
+            if ids > model.vocab_size:
+                raise ConfigError(
+                    f"router.tokenizer must have at most {model.vocab_size} ids, those of {name},"
+                    f" got {tokenizer} with {ids}"
+                )
 
     def api_keys(self, run: RunDir) -> tuple[KeyEntry, ...]:
         """All keys with their secrets; generated ones are made here if they are not there yet."""
@@ -215,6 +250,23 @@ class ClusterConfig:
     def redis_url(self, run: RunDir) -> str:
         """The configured Redis, or the run's embedded one."""
         return self.redis.url or f"unix://{run.valkey_socket}"
+
+
+def check_device(name: str) -> None:
+    """Raises `ConfigError` when `deployment.device` is none of this machine's. Imports torch."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"deployment.device must be cpu, cuda or cuda:N, got {ascii(name)[:40]}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"deployment.device {name} is not there: this machine has"
+            f" {torch.cuda.device_count()} CUDA devices"
+        )
 
 
 def read_config(text: str, name: str) -> ClusterConfig:

@@ -102,6 +102,11 @@ class Launch:
                 lock = lock_run(self.run)
             except FileNotFoundError:  # a refused launch just removed the folder that it had made
                 continue
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot write in {self.run.path} ({error.strerror}): HEADRACE_HOME names"
+                    " another folder"
+                ) from None
             if lock is None:
                 raise LaunchError(
                     f"cluster {self.run.cluster} is led by another process, or already starting:"

@@ -160,8 +160,10 @@ class Leader:
                     raise ConfigError(f"a role did not start: {'; '.join(problems)}")
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"not ready within {self._config.times.ready_s:.0f} s, waiting for"
-                        f" {waiting}; {'; '.join(problems) or 'see the logs of the run'}"
+                        f"a role did not start: {'; '.join(problems)}"
+                        if problems
+                        else f"not ready within {self._config.times.ready_s:.0f} s"
+                        f" (times.ready_s), waiting for {waiting}; see the logs of the run"
                     )
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:
@@ -216,8 +218,14 @@ class Leader:
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Raises `ConfigError` when something listens where the router's HTTP is to be."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    """Raises `ConfigError` when something listens where the router's HTTP is to be, or when that
+    is no address of this machine."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no host name"
+        raise ConfigError(f"router.host {ascii(host)[:80]} does not resolve ({why})") from None
+    family, kind, _, _, address = found[0]
     with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the router binds
         try:

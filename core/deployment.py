@@ -9,6 +9,9 @@ from headrace.core.limits import EdgeLimits, LeaseTimes, WireLimits
 from headrace.core.request import HandoffMode
 
 NUMERICS = ("auto", "invariant", "fast")  # auto: invariant on CPU, fast on GPU
+MAX_SEED = 2**63 - 1
+MIN_FRAME_BYTES = 1 << 20  # a prompt of a million ids takes several; this one holds a small one
+MAX_LEASE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,30 @@ class Deployment:
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:
             raise ConfigError(f"numerics must be one of {NUMERICS}, got {self.numerics!r}")
+        if (
+            isinstance(self.seed, bool)
+            or not isinstance(self.seed, int)
+            or not (0 <= self.seed <= MAX_SEED)
+        ):
+            raise ConfigError(
+                f"seed must be an integer between 0 and {MAX_SEED}, got {self.seed!r:.40}"
+            )
+        if self.wire.frame_bytes < MIN_FRAME_BYTES:
+            raise ConfigError(
+                f"wire.frame_bytes must be at least {MIN_FRAME_BYTES}, got {self.wire.frame_bytes}"
+            )
+        for name in ("handoff_s", "member_s", "member_beat_s", "member_poll_s"):
+            value = getattr(self.leases, name)
+            if not 0 < value <= MAX_LEASE_S:
+                raise ConfigError(
+                    f"leases.{name} must be above 0 and at most {MAX_LEASE_S}, got {value}"
+                )
+        if self.leases.member_s <= self.leases.member_beat_s:
+            raise ConfigError(
+                "leases.member_s must be above leases.member_beat_s"
+                f" ({self.leases.member_beat_s}), or a record ends between two beats,"
+                f" got {self.leases.member_s}"
+            )
         for name, least in (
             ("keep_tokens", 0),
             ("replay_depth_tokens", 0),

@@ -60,6 +60,17 @@ REFUSED = {
     "domain": ('keys: [{tenant: a, domain: "a b"}]', "keys[0]: domain must have at most 64"),
     "domain, surrogate": ('keys: [{tenant: a, domain: "\\ud800"}]', "domain must have at most 64"),
     "domain, long": (f"keys: [{{tenant: a, domain: {'x' * 65}}}]", "domain must have at most 64"),
+    "seed": ("deployment: {seed: -1}", "deployment: seed must be an integer between 0 and"),
+    "seed, large": (f"deployment: {{seed: {2**63}}}", f"{2**63 - 1}, got {2**63}"),
+    "frame": (
+        "deployment: {wire: {frame_bytes: 1000}}",
+        "deployment: wire.frame_bytes must be at least 1048576, got 1000",
+    ),
+    "lease": ("deployment: {leases: {handoff_s: 0}}", "leases.handoff_s must be above 0"),
+    "lease below its beat": (
+        "deployment: {leases: {member_s: 1, member_beat_s: 1}}",
+        "deployment: leases.member_s must be above leases.member_beat_s (1.0)",
+    ),
     "redis": ("redis: {url: 'http://x'}", "url must begin with redis://"),
 }
 
@@ -78,6 +89,18 @@ LATE = {
     "store": ("store: {arena_bytes: -5}", "store: arena_bytes must be an integer of at least 1"),
     "what the model decides": ("store: {block_bytes: 5}", "unknown key store.block_bytes"),
     "router": ("router: {port: 70000}", "router: port must lie between 0 and 65535, got 70000"),
+    "keep": (
+        "deployment: {keep_tokens: 127}",
+        "deployment.keep_tokens must be 0 or at least 128, the window of t2, got 127",
+    ),
+    "blocks": ("engine: {n_blocks: 3}", "engine.n_blocks must be at least 4 for a keep of 140"),
+    "device": ("deployment: {device: gpu}", "deployment.device must be cpu, cuda or cuda:N"),
+    "device that is not there": ("deployment: {device: 'cuda:99'}", "cuda:99 is not there"),
+    "tokenizer": ("router: {tokenizer: none}", "router.tokenizer must be a packaged name"),
+    "tokenizer of another model": (
+        "deployment: {model: toy}\nrouter: {tokenizer: tokenizer-4096}",
+        "router.tokenizer must have at most 1024 ids, those of toy, got tokenizer-4096 with 4096",
+    ),
     "router keys": ("router: {keys: []}", "unknown key router.keys"),
 }
 

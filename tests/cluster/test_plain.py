@@ -151,6 +151,7 @@ def test_a_refused_start_keeps_the_folder_of_earlier_runs(short_temp: Path) -> N
     [
         ("pools: {decode: 0}", "pools: decode must be between 1 and 64, got 0"),
         ("router: {port: -1}", "router: port must lie between 0 and 65535, got -1"),
+        ("router: {host: no.such.host.invalid}", "router.host 'no.such.host.invalid' does not res"),
         ("pools: {decode: 1", "is no valid YAML in line 2"),
     ],
 )
@@ -168,6 +169,21 @@ def test_up_refuses_a_configuration_with_key_and_bound(
     assert done.returncode == 1
     assert done.stderr.count(reason) == 1
     assert sorted(short_temp.iterdir()) == [path]
+
+
+def test_a_home_that_is_a_file_is_named(short_temp: Path) -> None:
+    home = short_temp / "file"
+    home.write_text("")
+    path = write(RunDir(short_temp, "plain"), 0)
+    done = subprocess.run(
+        [HEADRACE, "up", str(path)],
+        env={**os.environ, "HEADRACE_HOME": str(home)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert f"cannot make the folder {home}" in done.stderr.replace("\n", "")
+    assert "Traceback" not in done.stderr and home.read_text() == ""
 
 
 def test_of_two_launches_one_wins_and_the_other_touches_nothing(short_temp: Path) -> None:
