@@ -22,7 +22,7 @@ serve: $(STAMP) ## set up, start a cluster in the foreground, print its URL (CON
 	$(BIN)/headrace up --foreground $(CONFIG)
 
 test: $(STAMP)  ## set up, run the whole test suite (ARGS="-k ring -x" narrows it)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
 
 test-fast: $(STAMP) ## the tests that start no Ray and kill nothing
 	$(BIN)/pytest -m "not gpu and not slow and not ray and not fault" $(ARGS)

@@ -19,3 +19,12 @@ settings.load_profile("headrace")
 def root() -> Path:
     """The repository's top folder."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n`, a file's tests stay together and in order; all of the live cluster's do, since
+    they share one cluster and its last ones end it."""
+    for item in items:
+        live = "live" in item.path.parts
+        item.add_marker(pytest.mark.xdist_group("live" if live else str(item.path)))
