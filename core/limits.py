@@ -149,7 +149,7 @@ class ImageLimits:
 
 
 def _refuse_below(limits: object, *, least: float) -> None:
-    for field in fields(limits):  # type: ignore[arg-type]
+    for field in fields(limits):  # type: ignore[arg-type]  # callers pass dataclasses
         value = getattr(limits, field.name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
             raise ConfigError(f"{field.name} must be a number of at least {least}, got {value!r}")

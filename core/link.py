@@ -136,7 +136,7 @@ class Link:
     @property
     def socket(self) -> socket.socket:
         """The underlying socket, for passing descriptors over a unix link."""
-        return self._writer.get_extra_info("socket")  # type: ignore[no-any-return]
+        return self._writer.get_extra_info("socket")  # type: ignore[no-any-return]  # asyncio gives Any
 
 
 async def open_link(

@@ -72,7 +72,9 @@ def settings(home: str, block_bytes: int, blocks: int) -> StoreSettings:
 
 
 def serve(told: dict[str, Any]) -> None:
-    ready = lambda member: print("ready", flush=True)  # noqa: E731
+    def ready(_: object) -> None:
+        print("ready", flush=True)
+
     asyncio.run(
         run_store(role(told["home"], told["redis"]), StoreSettings(**told["settings"]), ready=ready)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import httpx
@@ -10,6 +11,8 @@ import pytest
 
 from headrace.core.limits import EdgeLimits
 from headrace.core.messages import PrefillJob
+from headrace.router.generate import OFF_LOOP_CHARS
+from headrace.router.tokens import Vocabulary
 
 REFERENCE = "The river runs to the mill, and the mill grinds.\n"
 LONG = [300 + i % 3000 for i in range(600)]
@@ -21,6 +24,34 @@ def long_body(**more: Any) -> dict[str, Any]:
 
 
 STAGES = ("queued", "prefilling", "waiting for decode", "mid decode")
+
+
+async def test_a_client_that_leaves_while_its_text_is_encoded_reaches_no_replica(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, let_go = threading.Event(), threading.Event()
+    encode = Vocabulary.encode_plain
+
+    def held(vocabulary: Vocabulary, text: str) -> Any:
+        entered.set()
+        assert let_go.wait(20)
+        return encode(vocabulary, text)
+
+    async with rigs(prefills=1, local_prefill_rows=0) as rig:
+        monkeypatch.setattr(Vocabulary, "encode_plain", held)
+        body = SHORT | {"prompt": "a b " * (OFF_LOOP_CHARS // 4 + 1)}
+        async with rig.new_client() as client:
+            task = asyncio.create_task(client.post("/v1/completions", json=body))
+            await rig.until(entered.is_set)
+            assert not rig.nothing_held()
+            task.cancel()
+        await rig.until(rig.nothing_held, 1.0)
+        assert not let_go.is_set()  # given up while the text was still in the encoder
+        let_go.set()
+        await rig.pulse()
+        assert [len(r.jobs) for r in (*rig.prefills, *rig.decodes)] == [0, 1]  # the pulse's own
+        scrape = (await rig.client.get("/metrics")).text
+        assert 'outcome="cancelled"} 1.0' in scrape
 
 
 @pytest.mark.parametrize("stage", STAGES)
