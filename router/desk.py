@@ -90,6 +90,7 @@ class Desk:
         self._budget = RetryBudget(settings.retry_share)
         self._live: dict[RequestId, Ticket] = {}
         self._waiting: deque[asyncio.Event] = deque()
+        self._news = asyncio.Event()  # set and replaced when a replica joins or reports
         self._slots = 0
         self._turn = 0
         self.replicas: Replicas  # set once by `attach`
@@ -155,13 +156,15 @@ class Desk:
     def accept(
         self,
         request: GenRequest,
+        card: ModelCard,
         record: RequestRecord,
         arrived_s: float,
         files: Mapping[Digest, bytes] | None = None,
     ) -> Ticket:
         """A ticket for a checked and tokenised request; from here on it has one terminal event.
-        `files` are its pictures by the digests of its spans."""
-        ticket = Ticket(self, request, record, arrived_s, files)
+        `card` is the model that it was made for, `files` are its pictures by the digests of its
+        spans."""
+        ticket = Ticket(self, request, card, record, arrived_s, files)
         self._live[request.request_id] = ticket
         self._budget.earn()
         return ticket
@@ -194,11 +197,28 @@ class Desk:
         self, request: GenRequest, generated_ids: TokenIds, avoid: set[str], *, again: bool
     ) -> tuple[Work, Route]:
         """Look the prompt up and choose replicas, waiting in line while none has room. A further
-        attempt does not queue behind requests that have not begun; `generated_ids` are the tokens
-        that it resumes after.
+        attempt does not queue behind requests that have not begun, and waits `resume_wait_s` for a
+        decode replica to come back; `generated_ids` are the tokens that it resumes after.
 
         Raises `Unavailable` without a routable decode replica, `Overloaded` when the line is full,
         `LimitExceeded` when no replica can ever hold the request."""
+        if not again:
+            return await self._find_room(request, generated_ids, avoid, again=False)
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._settings.resume_wait_s
+        while True:
+            try:
+                return await self._find_room(request, generated_ids, avoid, again=True)
+            except Unavailable:
+                if loop.time() >= until_s:
+                    raise
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(until_s):
+                        await self._news.wait()
+
+    async def _find_room(
+        self, request: GenRequest, generated_ids: TokenIds, avoid: set[str], *, again: bool
+    ) -> tuple[Work, Route]:
         begun_s = SYSTEM_CLOCK.now_s()
         card = self.card()
         hits = await self._look_up(request, card)
@@ -338,6 +358,8 @@ class Desk:
         self.kick()
 
     def on_load(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
         self.kick()
 
     def _ticket(self, key: JobKey) -> Ticket | None:

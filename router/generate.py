@@ -133,7 +133,7 @@ class Generator:
         record.prompt_tokens = request.n_tokens
         record.mode = request.mode.value
         record.stage("tokenise_s", SYSTEM_CLOCK.now_s() - arrived_s)
-        ticket = self._desk.accept(request, record, arrived_s, placed.files)
+        ticket = self._desk.accept(request, card, record, arrived_s, placed.files)
         exchange.accepted = True
         telling = Telling(exchange, ticket, prompt.make_speaker, arrived_s)
         try:

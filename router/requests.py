@@ -21,9 +21,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headrace.core import faults
+from headrace.core.card import ModelCard
 from headrace.core.chain import as_token_ids
 from headrace.core.clock import SYSTEM_CLOCK
-from headrace.core.errors import DeadlineExceeded, HeadraceError, PicturesMissing, ReplicaLost
+from headrace.core.errors import (
+    DeadlineExceeded,
+    HeadraceError,
+    PicturesMissing,
+    ReplicaLost,
+    Unavailable,
+)
 from headrace.core.ids import Digest, JobKey
 from headrace.core.messages import (
     Cancel,
@@ -63,6 +70,7 @@ class Ticket:
         self,
         desk: Desk,
         request: GenRequest,
+        card: ModelCard,
         record: RequestRecord,
         arrived_s: float,
         files: Mapping[Digest, bytes] | None = None,
@@ -72,6 +80,7 @@ class Ticket:
         self.sight = Sight(desk, request, files, record)
         self._desk = desk
         self._base = request
+        self._card = card
         self.record = record
         self.state = RequestState.ACCEPTED
         self.epoch = 0
@@ -228,6 +237,8 @@ class Ticket:
                 self._base, self._received, self._avoid, again=self.epoch > 0
             )
             self.record.stage("queue_s", SYSTEM_CLOCK.now_s() - begun_s)
+            if self._desk.card() != self._card:  # its digests would name another model's bytes
+                raise Unavailable("the model that this request was made for is served no more")
             self._work = work
             self._commit(route)
             await self.sight.ready(self.key, work, handed_off=self.prefill is not None)

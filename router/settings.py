@@ -31,6 +31,7 @@ class RouterSettings:
     drain_s: float = 10.0  # at stop: how long open requests may still finish
     retries: int = 2  # further attempts in a row of one request that give no token
     resumes: int = 8  # of one answer, after its first token; 0: a lost decode ends a stream
+    resume_wait_s: float = 30.0  # how long a further attempt waits while no decode is routable
     images: bool = False  # whether pictures are taken; a deployment with vision replicas takes them
     retry_share: float = 0.1  # of all requests
     prefill_rows_per_s: float = 2000.0  # until a replica has reported its own
@@ -50,6 +51,7 @@ class RouterSettings:
             ("drain_s", 0, 3600),
             ("retries", 0, 10),
             ("resumes", 0, 1000),
+            ("resume_wait_s", 0, 3600),
             ("retry_share", 0, 1),
             ("prefill_rows_per_s", 1e-3, 1e12),
         ):

@@ -135,8 +135,8 @@ async def test_without_resume_a_plain_answer_begins_again(rigs: Any) -> None:
         assert answer.json()["usage"]["completion_tokens"] == len(rig.reference_ids)
 
 
-async def test_the_only_decode_lost_is_an_early_503(rigs: Any) -> None:
-    async with rigs() as rig:
+async def test_the_only_decode_lost_is_a_503_where_nothing_waits_for_it(rigs: Any) -> None:
+    async with rigs(resume_wait_s=0) as rig:
         _, rig.decodes[0].script.gate = rig.gate_at(0)
         task = asyncio.create_task(rig.client.post("/v1/completions", json=SHORT))
         await rig.until(lambda: rig.decodes[0].running)
