@@ -41,6 +41,35 @@ class Capture:
     candidates: torch.Tensor | None = None
 
 
+def project_rows(
+    c: ModelConfig, k: Kernels, p: LayerParams, x: torch.Tensor, phase: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query latents [n, q_lora], rotated queries [n, heads, hd] and packed window keys of x [n, D]
+    at the positions of `phase`."""
+    projected = x @ p.qkv
+    qr = k.rms_norm(projected[:, : c.q_lora_rank], p.q_norm, c.rms_norm_eps)
+    q = (qr @ p.wq_b).view(-1, c.num_attention_heads, c.head_dim)
+    k.rotate_(q, phase)
+    keys = k.rms_norm(projected[:, c.q_lora_rank :], p.kv_norm, c.rms_norm_eps)
+    return qr, q, k.quantize_fp8_rows(k.rotate_(keys, phase))
+
+
+def project_output(
+    c: ModelConfig,
+    k: Kernels,
+    p: LayerParams,
+    out: torch.Tensor,
+    back: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Attended values [n, heads, hd] -> the sublayer's output [n, D]; `back` undoes the rotation
+    of the query positions."""
+    out = k.rotate_(out, back).to(dtype)
+    groups = out.reshape(out.shape[0], c.o_groups, -1).transpose(0, 1)
+    low = torch.bmm(groups, p.wo_a).transpose(0, 1).flatten(1)
+    return low @ p.wo_b
+
+
 class Attention:
     """Runs attention sublayers of one call against one state (which it mutates)."""
 
@@ -223,12 +252,7 @@ class Attention:
         c, k = self.config, self.kernels
         phase = s.compressed_phase if p.compressed_rope else s.base_phase
         back = s.compressed_back if p.compressed_rope else s.base_back
-        projected = x @ p.qkv
-        qr = k.rms_norm(projected[:, : c.q_lora_rank], p.q_norm, c.rms_norm_eps)
-        q = (qr @ p.wq_b).view(-1, c.num_attention_heads, c.head_dim)
-        k.rotate_(q, phase)
-        keys = k.rms_norm(projected[:, c.q_lora_rank :], p.kv_norm, c.rms_norm_eps)
-        own = k.quantize_fp8_rows(k.rotate_(keys, phase))
+        qr, q, own = project_rows(c, k, p, x, phase)
         if p.index is not None:
             self.select(p, x, qr, s)
         use_main = p.spec.kind is not LayerKind.SWA_ONLY and s.main is not None
@@ -248,10 +272,7 @@ class Attention:
                 )
             )
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        out = k.rotate_(out, back).to(x.dtype)
-        groups = out.reshape(x.shape[0], c.o_groups, -1).transpose(0, 1)
-        low = torch.bmm(groups, p.wo_a).transpose(0, 1).flatten(1)
-        return low @ p.wo_b
+        return project_output(c, k, p, out, back, x.dtype)
 
     def _windows(self, layer: int, own: torch.Tensor, plan: HalfPlan) -> list[torch.Tensor]:
         """Per segment the window keys [rows, W, hd], dead ones finite; stores `own` rows.

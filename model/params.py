@@ -69,6 +69,7 @@ class LayerParams:
     compressor: CompressorParams | None
     index: IndexParams | None
     engram: EngramParams | None
+    experts_per_token: int
     gate: torch.Tensor  # [D, E]
     gate_bias: torch.Tensor
     gate_bias_image: torch.Tensor
@@ -138,6 +139,7 @@ class ParamBuilder:
             compressor=self._compressor(f"{p}attn.", spec),
             index=None,
             engram=self._engram(p, spec.index) if has_engram else None,
+            experts_per_token=0,
             **tensors | {"attn_norm": self._wide(self._get(f"{p}attn_norm.weight"))},
         )
 
@@ -153,14 +155,20 @@ class ParamBuilder:
     def _wide(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.device, self.precision.accumulate).contiguous()
 
-    def _layer(self, spec: LayerSpec) -> LayerParams:
-        p = f"layers.{spec.index}."
+    def _layer(self, spec: LayerSpec, prefix: str = "") -> LayerParams:
+        """A trunk layer, or with `prefix` a drafter stage, which has experts of its own number."""
+        p = prefix or f"layers.{spec.index}."
         a, c = f"{p}attn.", self.config
+        n_experts, top_k = c.n_routed_experts, c.num_experts_per_tok
+        if prefix:
+            n_experts, top_k = c.dspark_n_routed_experts, c.dspark_num_experts_per_tok
         get = self._get
         indexed = spec.kind in (LayerKind.FULL, LayerKind.REINDEX)
         wo_a = get(f"{a}wo_a.weight").view(c.o_groups, c.o_lora_rank, -1).transpose(1, 2)
         qkv = torch.cat((get(f"{a}wq_a.weight"), get(f"{a}wkv.weight"))).T
-        experts = [f"{p}ffn.experts.{e}" for e in range(c.n_routed_experts)]
+        experts = [f"{p}ffn.experts.{e}" for e in range(n_experts)]
+        image_bias = "bias" if prefix else "bias_vl"  # a stage never sees an image row
+        has_engram = not prefix and spec.index in c.engram_layer_ids
         return LayerParams(
             spec=spec,
             compressed_rope=spec.ratio > 0,
@@ -177,10 +185,11 @@ class ParamBuilder:
             sink=self._wide(get(f"{a}attn_sink")),
             compressor=self._compressor(a, spec) if spec.kind is LayerKind.FULL else None,
             index=self._index(a) if indexed else None,
-            engram=self._engram(p, spec.index) if spec.index in c.engram_layer_ids else None,
+            engram=self._engram(p, spec.index) if has_engram else None,
+            experts_per_token=top_k,
             gate=self._wide(get(f"{p}ffn.gate.weight").T),
             gate_bias=self._wide(get(f"{p}ffn.gate.bias")),
-            gate_bias_image=self._wide(get(f"{p}ffn.gate.bias_vl")),
+            gate_bias_image=self._wide(get(f"{p}ffn.gate.{image_bias}")),
             w13=self._compute(torch.stack([self._w13(e) for e in experts])),
             w2=self._compute(torch.stack([get(f"{e}.w2.weight").T for e in experts])),
             shared_w13=self._compute(self._w13(f"{p}ffn.shared_experts")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,19 +16,12 @@ from headrace.model.config import LayerKind, ModelConfig
 from headrace.model.engram_hash import build_hashes, map_history
 from headrace.model.errors import BatchError, ConfigError, StateError
 from headrace.model.numerics import Numerics, Precision
-from headrace.model.params import LayerParams, MixParams, ParamBuilder
+from headrace.model.params import LayerParams, ParamBuilder
 from headrace.model.plan import CallPlan, HalfPlan, Planner
 from headrace.model.rows import RowBatch, RowResult
 from headrace.model.state import KvState
+from headrace.model.sublayers import Streams, Sublayers
 from headrace.model.weights import RandomTensors, random_weights_id
-
-
-@dataclass
-class _Streams:
-    """What travels between layers: H [n, hc, D] and the newest `pre` [n, hc]."""
-
-    h: torch.Tensor
-    pre: torch.Tensor
 
 
 class Trunk(nn.Module):
@@ -208,6 +201,7 @@ class _Call:
         self.trunk = trunk
         self.config = trunk.config
         self.kernels = trunk.kernels
+        self.sublayers = Sublayers(trunk.config, trunk.kernels)
         self.plan = plan
         self.attention = Attention(trunk.config, trunk.kernels, state, plan, capture)
         self.image = plan.history_image[:, 0]
@@ -226,7 +220,7 @@ class _Call:
         for p in self.trunk.params.layers:
             if p.engram is not None:
                 self._engram(p, streams, engram_rows[p.engram.number], half.plan)
-            x = self._collapse(streams, p.attn_norm)
+            x = self.sublayers.collapse(streams, p.attn_norm)
             if p.spec.kind is LayerKind.FULL:
                 self.attention.publish(p, x, self._group_phase[p.spec.ratio])
             if p.spec.index == c.first_decoder_layer:
@@ -235,7 +229,8 @@ class _Call:
                 half = self._half(self.plan.decoder)
                 if (index := half.plan.row_index) is not None:
                     x, streams.h, streams.pre = x[index], streams.h[index], streams.pre[index]
-            self._sublayers(p, x, streams, half)
+            attend = partial(self.attention.run, p, s=half)
+            self.sublayers.run(p, x, streams, attend, half.plan.image)
             if p.spec.index == c.first_decoder_layer - 1:
                 self.encoder_rows = streams.h.shape[0]
         else:
@@ -244,16 +239,14 @@ class _Call:
             return self._logits(streams)
         return torch.zeros((0, c.vocab_size), dtype=torch.float32, device=self.trunk.device)
 
-    def _embed(self, embeddings: torch.Tensor | None) -> _Streams:
-        t, n = self.trunk, self.plan.n
+    def _embed(self, embeddings: torch.Tensor | None) -> Streams:
+        t = self.trunk
         ids = torch.from_numpy(np.ascontiguousarray(self.plan.history[:, 0])).to(t.device)
         x = t.params.embed[ids]
         if embeddings is not None and self.image.any():
             image = torch.from_numpy(self.image).to(t.device).unsqueeze(-1)
             x = torch.where(image, embeddings.to(t.device, x.dtype), x)
-        pre = torch.zeros((n, self.config.hc_mult), dtype=t.precision.accumulate, device=t.device)
-        pre[:, 0] = 1.0
-        return _Streams(x.unsqueeze(1).repeat(1, self.config.hc_mult, 1), pre)
+        return self.sublayers.start(x, t.precision.accumulate)
 
     def _half(self, plan: HalfPlan) -> HalfScratch:
         base, compressed = self.trunk.phases(plan.positions)
@@ -278,7 +271,7 @@ class _Call:
         return [torch.from_numpy(h.rows(mapped)).to(self.trunk.device) for h in self.trunk.hashes]
 
     def _engram(
-        self, p: LayerParams, streams: _Streams, rows: torch.Tensor, plan: HalfPlan
+        self, p: LayerParams, streams: Streams, rows: torch.Tensor, plan: HalfPlan
     ) -> None:
         e = p.engram
         assert e is not None
@@ -287,38 +280,7 @@ class _Call:
             streams.h, gathered, e.wkv, e.qk_weight, plan.image, self.config.rms_norm_eps
         )
 
-    def _collapse(self, streams: _Streams, norm: torch.Tensor) -> torch.Tensor:
-        x = self.kernels.collapse(streams.h, streams.pre)
-        return self.kernels.rms_norm(x, norm, self.config.rms_norm_eps)
-
-    def _mixes(self, h: torch.Tensor, m: MixParams) -> tuple[torch.Tensor, ...]:
-        c = self.config
-        return self.kernels.mixes(
-            h, m.fn, m.base, m.scale, c.hc_sinkhorn_iters, c.rms_norm_eps, c.hc_eps
-        )
-
-    def _sublayers(
-        self, p: LayerParams, x: torch.Tensor, streams: _Streams, half: HalfScratch
-    ) -> None:
-        """Attention and experts of one layer; each collapse uses the mixes of the one before."""
-        pre, post, comb = self._mixes(streams.h, p.attn_mix)
-        y = self.attention.run(p, x, half)
-        streams.h, streams.pre = self.kernels.expand(y, streams.h, post, comb), pre
-        pre, post, comb = self._mixes(streams.h, p.ffn_mix)
-        y = self._experts(p, self._collapse(streams, p.ffn_norm), half.plan)
-        streams.h, streams.pre = self.kernels.expand(y, streams.h, post, comb), pre
-
-    def _experts(self, p: LayerParams, x: torch.Tensor, plan: HalfPlan) -> torch.Tensor:
-        c, k = self.config, self.kernels
-        bias = p.gate_bias
-        if plan.image is not None:
-            bias = torch.where(plan.image.unsqueeze(-1), p.gate_bias_image, bias)
-        experts, weights = k.route(x, p.gate, bias, c.num_experts_per_tok, c.routed_scaling_factor)
-        routed = k.expert_sum(x, experts, weights, p.w13, p.w2, c.swiglu_limit)
-        shared = k.shared_expert(x, p.shared_w13, p.shared_w2, c.swiglu_limit, weights.dtype)
-        return routed.add_(shared).to(x.dtype)
-
-    def _logits(self, streams: _Streams) -> torch.Tensor:
+    def _logits(self, streams: Streams) -> torch.Tensor:
         t, decoder = self.trunk, self.plan.decoder
         h, pre = streams.h, streams.pre
         if not self.config.n_decoder_layers:  # nothing has dropped the other rows yet
@@ -328,8 +290,8 @@ class _Call:
                 h, pre = h[decoder.row_index], pre[decoder.row_index]
         if (rows := self.plan.logits_rows) is not None:
             h, pre = h[rows], pre[rows]
-        streams = _Streams(h, pre)
-        x = self._collapse(streams, t.params.norm)
+        streams = Streams(h, pre)
+        x = self.sublayers.collapse(streams, t.params.norm)
         logits = t.precision.publish_logits(x.to(t.params.head.dtype) @ t.params.head)
         if t.masked.numel():
             logits[:, t.masked] = -torch.inf
