@@ -1,12 +1,7 @@
-"""The configuration of a V4.1 model: keys, derived values, layer kinds.
-
-Files have the nested layout of the published `config.json` (`text_config`, `vision_config`).
-Unknown keys are refused: a key that we do not know may change the mathematics.
-"""
+"""The configuration of a V4.1 or V4 model: keys, derived values, layer kinds."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,38 +9,12 @@ from enum import StrEnum
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from headrace.model.config_file import Family, build, read_values
 from headrace.model.errors import ConfigError
 
-# Facts of the published file that must hold but carry no choice for us: (key, wanted value).
-_FIXED_TEXT_KEYS: dict[str, tuple[Any, ...]] = {
-    "num_key_value_heads": (1,),
-    "attention_bias": (False,),
-    "hidden_act": ("silu",),
-    "scoring_func": ("sqrtsoftplus",),
-    "topk_method": ("noaux_tc",),
-    "norm_topk_prob": (True,),
-    "n_shared_experts": (1,),
-    "hc_shifted": (True,),
-    "use_fp4_sparse_kv": (True,),
-    "attention_dropout": (0, 0.0),
-}
-# Metadata of the published file that the mathematics does not depend on.
-_IGNORED_KEYS = frozenset(
-    {
-        "architectures",
-        "model_type",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "quantization_config",
-        "initializer_range",
-        "use_cache",
-        "description",
-    }
-)
-_SPECIAL_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id")
+HEAVY_RATIO = 128  # V4: groups without overlap and without an index
 
 
 class LayerKind(StrEnum):
@@ -53,13 +22,14 @@ class LayerKind(StrEnum):
 
     SWA_ONLY = "swa_only"
     FULL = "full"  # owns global KV and selects
+    HEAVY = "heavy"  # owns global KV of ratio 128 and looks at every visible entry (V4)
     REINDEX = "reindex"  # reads a source's global KV, selects anew
     REUSE = "reuse"  # reads a source's global KV with the newest selection
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """`kv_source` and `index_source` are layer numbers; None for a window-only layer."""
+    """`kv_source` and `index_source` are layer numbers; None for what the layer does not have."""
 
     index: int
     kind: LayerKind
@@ -97,7 +67,10 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Every key of the architecture under its published name; validated at construction.
+    """Every key of both architectures under its published name; validated at construction.
+
+    V4 has neither a decoder half nor Engram, candidates, drafter stages or vision: those keys are
+    empty, and every layer with a ratio is its own source (`kv_source_layer_ids`).
 
     Sizes are counts of elements, positions count tokens. Raises `ConfigError` naming the key,
     the value found and the value wanted.
@@ -156,6 +129,8 @@ class ModelConfig:
     pad_token_id: int = 2
     image_token_id: int = -1
     vision: VisionConfig | None = field(default=None)
+    family: Family = Family.V41
+    num_hash_layers: int = 0  # V4: first layers whose experts follow from the token id
 
     def __post_init__(self) -> None:
         from headrace.model.validate import validate  # it reads this class
@@ -166,7 +141,7 @@ class ModelConfig:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> ModelConfig:
-        """Read a named configuration of the package (`t1`, `t2`, `toy`, `flash`) or a file.
+        """Read a named configuration of the package (`t1`, `flash`, `v4-toy`, ..) or a file.
 
         A value that ends in `.json` or contains a path separator is a file.
         """
@@ -184,31 +159,9 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
-        """Build from the nested layout. Special ids may stand at the top or in `text_config`."""
-        top = {k: v for k, v in data.items() if k not in _IGNORED_KEYS}
-        if not isinstance(top.get("text_config"), Mapping):
-            raise ConfigError("text_config: found nothing, wanted an object with the model's keys")
-        values = {k: v for k, v in top.pop("text_config").items() if k not in _IGNORED_KEYS}
-        vision = top.pop("vision_config", None)
-        for key in _SPECIAL_ID_KEYS:
-            if key in top:
-                values[key] = top.pop(key)
-        if "tie_word_embeddings" in top:
-            values["tie_word_embeddings"] = top.pop("tie_word_embeddings")
-        if top:
-            raise ConfigError(f"{sorted(top)[0]}: unknown key at the top level")
-        for key, wanted in _FIXED_TEXT_KEYS.items():
-            found = values.pop(key, wanted[0])
-            if found not in wanted:
-                raise ConfigError(f"{key}: found {found!r}, wanted {wanted[0]!r}")
-        scaling = dict(values.get("rope_scaling") or {})
-        if (kind := scaling.pop("rope_type", scaling.pop("type", "yarn"))) != "yarn":
-            raise ConfigError(f"rope_scaling.rope_type: found {kind!r}, wanted 'yarn'")
-        values["rope_scaling"] = _build(RopeScaling, "rope_scaling", scaling)
-        if vision is not None:
-            vision = {k: v for k, v in vision.items() if k not in _IGNORED_KEYS}
-            values["vision"] = _build(VisionConfig, "vision_config", vision)
-        return _build(cls, "text_config", values)
+        """Build from a parsed `config.json` of either family. Raises `ConfigError`."""
+        values = read_values(data, RopeScaling, VisionConfig)
+        return cast(ModelConfig, build(cls, "text_config", values))
 
     # ---- derived ---------------------------------------------------------------------------
 
@@ -217,6 +170,11 @@ class ModelConfig:
         """The first layer of ratio 1; all layers if there is none (no decoder half)."""
         ratios = self.compress_ratios[: self.num_hidden_layers]
         return ratios.index(1) if 1 in ratios else self.num_hidden_layers
+
+    @property
+    def is_v4(self) -> bool:
+        """V4: streams collapsed by a sublayer's own mixes, normed query heads, a pooled head."""
+        return self.family is Family.V4
 
     @property
     def first_decoder_layer(self) -> int:
@@ -237,6 +195,8 @@ class ModelConfig:
         ratio = self.compress_ratios[index]
         if ratio == 0:
             return LayerSpec(index, LayerKind.SWA_ONLY, 0, None, None)
+        if ratio == HEAVY_RATIO:
+            return LayerSpec(index, LayerKind.HEAVY, ratio, index, None)
         kv_source = max(s for s in self.kv_source_layer_ids if s <= index)
         index_source = max(s for s in self.index_source_layer_ids if s <= index)
         if index == kv_source:
@@ -257,36 +217,3 @@ class ModelConfig:
     def replay_reach_rows(self) -> int:
         """Encoder rows before a start that rebuild every encoder window exactly: n_enc(W-1)."""
         return self.n_encoder_layers * (self.sliding_window - 1)
-
-
-def _build(cls: type[Any], where: str, values: Mapping[str, Any]) -> Any:
-    """Construct a dataclass from JSON values; lists become tuples, names and types are checked."""
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    for key in values:
-        if key not in fields or key == "vision" and not dataclasses.is_dataclass(values[key]):
-            raise ConfigError(f"{where}.{key}: unknown key")
-    for name, item in fields.items():
-        required = item.default is dataclasses.MISSING
-        if required and name not in values:
-            raise ConfigError(f"{where}.{name}: found nothing, wanted a value")
-    cleaned = {
-        key: _typed(f"{where}.{key}", str(fields[key].type), value) for key, value in values.items()
-    }
-    return cls(**cleaned)
-
-
-def _typed(key: str, wanted: str, value: Any) -> Any:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if wanted == "int" and is_int:
-        return value
-    if wanted == "float" and (is_int or isinstance(value, float)):
-        return float(value)
-    if wanted == "bool" and isinstance(value, bool):
-        return value
-    if wanted == "float | None" and (value is None or is_int or isinstance(value, float)):
-        return None if value is None else float(value)
-    if wanted == "tuple[int, ...]" and isinstance(value, list | tuple):
-        return tuple(_typed(key, "int", item) for item in value)
-    if dataclasses.is_dataclass(value):
-        return value
-    raise ConfigError(f"{key}: found {value!r}, wanted {wanted}")

@@ -66,6 +66,8 @@ class CacheLayout:
 
         Raises ConfigError if it is below 1.
         """
+        if config.is_v4:
+            raise ConfigError("model_type: found 'deepseek_v4', which has no cache layout here")
         if backtrack_rows < 1:
             raise ConfigError(f"backtrack_rows: found {backtrack_rows}, wanted at least 1")
         sources, block_bytes = _sources(config)

@@ -47,7 +47,10 @@ def validate(c: ModelConfig) -> None:
         if getattr(c, key) < 1:
             _refuse(key, getattr(c, key), "at least 1")
     _validate_dimensions(c)
-    _validate_layers(c)
+    if c.is_v4:
+        _validate_v4(c)
+    else:
+        _validate_layers(c)
     _validate_index(c)
     _validate_engram(c)
     _validate_ids(c)
@@ -68,8 +71,41 @@ def _validate_dimensions(c: ModelConfig) -> None:
         _refuse("sliding_window", c.sliding_window, "at least 2")
 
 
+def _validate_v4(c: ModelConfig) -> None:
+    """V4's ratios and what follows from them; the keys of V4.1's mechanisms are empty."""
+    n, ratios = c.num_hidden_layers, c.compress_ratios
+    if len(ratios) != n:
+        _refuse("compress_ratios", len(ratios), f"{n} entries, or those of the drafter besides")
+    for index, ratio in enumerate(ratios):
+        if ratio not in (0, 4, 128):
+            _refuse(f"compress_ratios[{index}]", ratio, "0, 4 or 128")
+    empty = ("engram_layer_ids", "engram_num_embeddings", "dspark_target_layer_ids")
+    for key in (*empty, "num_nextn_predict_layers", "vision"):
+        if getattr(c, key):
+            _refuse(key, getattr(c, key), "nothing: it belongs to V4.1")
+    if c.candidate_source_layer_id != -1:
+        _refuse("candidate_source_layer_id", c.candidate_source_layer_id, "-1")
+    sources = tuple(i for i, ratio in enumerate(ratios) if ratio)
+    if c.kv_source_layer_ids != sources:
+        _refuse("kv_source_layer_ids", c.kv_source_layer_ids, f"all layers with a ratio {sources}")
+    indexed = tuple(i for i in sources if ratios[i] == 4)
+    if c.index_source_layer_ids != indexed:
+        _refuse("index_source_layer_ids", c.index_source_layer_ids, f"those of ratio 4 {indexed}")
+    if not 0 <= c.num_hash_layers <= n:
+        _refuse("num_hash_layers", c.num_hash_layers, f"in 0..{n}")
+    # A group of ratio 4 reads the four tokens before it: exact replay rebuilds W-1 of them.
+    if c.sliding_window < 5:
+        _refuse("sliding_window", c.sliding_window, "at least 5")
+    if (plain := c.head_dim - c.qk_rope_head_dim) % 64 or not plain:
+        _refuse("head_dim", c.head_dim, f"qk_rope_head_dim + a multiple of 64, not + {plain}")
+    if c.index_head_dim & (c.index_head_dim - 1):
+        _refuse("index_head_dim", c.index_head_dim, "a power of 2 (Hadamard rotation)")
+
+
 def _validate_layers(c: ModelConfig) -> None:
     n = c.num_hidden_layers
+    if c.num_hash_layers:
+        _refuse("num_hash_layers", c.num_hash_layers, "0: it belongs to V4")
     wanted = n + c.num_nextn_predict_layers
     if len(c.compress_ratios) != wanted:
         _refuse("compress_ratios", len(c.compress_ratios), f"{wanted} entries (layers + drafter)")

@@ -184,6 +184,7 @@ def config_document(release: ReleaseConfig) -> dict[str, Any]:
     """The nested config.json of a release; `read_config` of it gives `release` back."""
     text = dataclasses.asdict(release.model)
     vision = text.pop("vision")
+    del text["family"], text["num_hash_layers"]  # V4's
     document: dict[str, Any] = {
         "architectures": ["DeepseekV41ForCausalLM"],
         "model_type": MODEL_TYPE,
