@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 
 STAGES = (
     "queue_s",
-    "tokenise_s",
+    "fetch_s",  # pictures behind URLs
+    "tokenise_s",  # checks included, and fetching
     "vision_s",  # waiting for rows of pictures
     "prefill_wait_s",
     "prefill_s",

@@ -22,10 +22,18 @@ from headrace.core.request import FinishReason, GenRequest, Sampling
 from headrace.core.states import RequestEvent
 from headrace.kvstore import SaltBook
 from headrace.router.desk import Desk
+from headrace.router.fetch import Fetcher
 from headrace.router.http import Exchange
 from headrace.router.jsonbody import Json, parse_object
 from headrace.router.keys import Principal
-from headrace.router.pictures import PictureFile, Placed, open_files, place_pictures
+from headrace.router.pictures import (
+    DATA_ONLY,
+    WITH_FETCH,
+    PictureFile,
+    Placed,
+    open_files,
+    place_pictures,
+)
 from headrace.router.pieces import Piece
 from headrace.router.protocol import Protocols, Speaker, Usage
 from headrace.router.requests import Ticket
@@ -67,6 +75,7 @@ class Generator:
         desk: Desk,
         protocols: Protocols,
         salts: SaltBook,
+        fetcher: Fetcher,
     ) -> None:
         self._settings = settings
         self._deployment = deployment
@@ -74,7 +83,10 @@ class Generator:
         self._desk = desk
         self._protocols = protocols
         self._salts = salts
-        self._read_chat = partial(read_chat, limits=self._edge, images=settings.images)
+        self._fetcher = fetcher
+        schemes = WITH_FETCH if settings.fetch.hosts else DATA_ONLY
+        images = schemes if settings.images else ()
+        self._read_chat = partial(read_chat, limits=self._edge, images=images)
 
     async def chat(self, exchange: Exchange, principal: Principal) -> None:
         await self._serve(exchange, principal, "chat", self._read_chat)
@@ -124,9 +136,7 @@ class Generator:
         record = RequestRecord(
             request_id, principal.tenant, principal.domain, endpoint, SYSTEM_CLOCK.wall_s()
         )
-        files = await _maybe_in_thread(
-            bool(ask.images), lambda: open_files(ask.images, ImageLimits())
-        )
+        files = await self._files(ask, record)
         prompt = await self._prompt(ask, card, request_id)
         placed = await self._place(prompt, files, card, principal.domain)
         request = await self._request(request_id, ask, prompt, placed, card, principal.domain)
@@ -185,6 +195,18 @@ class Generator:
             placeholders = vocabulary.special - {card.bos_token_id, card.eos_token_id}
             check_prompt_ids(ids, card.vocab_size, placeholders | {card.image_token_id})
         return Prompt(ids, ask.temperature, ask.top_p, speaker)
+
+    async def _files(self, ask: Ask, record: RequestRecord) -> tuple[PictureFile, ...]:
+        """The request's pictures, fetched if need be. Raises `InvalidRequest` naming the place."""
+        if not ask.images:
+            return ()
+        limits = ImageLimits()
+        limits.check_count(len(ask.images))
+        begun_s = SYSTEM_CLOCK.now_s()
+        fetched = await self._fetcher.fetch(ask.images)
+        if fetched:
+            record.stage("fetch_s", SYSTEM_CLOCK.now_s() - begun_s)
+        return await asyncio.to_thread(open_files, ask.images, limits, fetched)
 
     async def _place(
         self, prompt: Prompt, files: Sequence[PictureFile], card: ModelCard, domain: str

@@ -7,7 +7,7 @@ from typing import Any
 from headrace.core.errors import InvalidRequest
 from headrace.core.limits import EdgeLimits, Limit
 from headrace.router.jsonbody import Json, check_text, show_name
-from headrace.router.pictures import IMAGE_KINDS, part_chars, read_image_part
+from headrace.router.pictures import IMAGE_KINDS, Schemes, part_chars, read_image_part
 
 TOOLS = Limit("tools", 0, 128, "tools")
 CALLS = Limit("tool_calls", 1, 128, "calls")
@@ -23,9 +23,9 @@ FIELDS: dict[str, frozenset[str]] = {
 }
 
 
-def read_messages(value: Any, limits: EdgeLimits, *, images: bool = False) -> list[Json]:
-    """Checked messages, with only the fields a template needs; image parts of users if `images`.
-    Raises `InvalidRequest`.
+def read_messages(value: Any, limits: EdgeLimits, *, images: Schemes = ()) -> list[Json]:
+    """Checked messages, with only the fields a template needs; image parts of users with URLs of
+    the schemes `images`. Raises `InvalidRequest`.
 
     Texts stay texts: that a content spells a special token's name is legal, since prompt encoding
     never gives such a token to content."""
@@ -65,7 +65,7 @@ def read_tools(value: Any) -> list[Json]:
     return value
 
 
-def _message(item: Any, where: str, images: bool) -> Json:
+def _message(item: Any, where: str, images: Schemes) -> Json:
     role = item.get("role") if isinstance(item, dict) else None
     if role == "developer":
         role = "system"  # its newer name
@@ -89,8 +89,8 @@ def _message(item: Any, where: str, images: bool) -> Json:
     if content is None and role == "assistant" and "tool_calls" in out:
         out["content"] = None
     else:
-        may_show = images and role == "user"
-        out["content"] = _content(content, f"{where}.content", may_be_empty, may_show)
+        shown = images if role == "user" else ()
+        out["content"] = _content(content, f"{where}.content", may_be_empty, shown)
     return out
 
 
@@ -129,7 +129,7 @@ def _assistant(item: Json, where: str) -> Json:
     return out
 
 
-def _content(value: Any, where: str, may_be_empty: bool, may_show: bool) -> str | list[Json]:
+def _content(value: Any, where: str, may_be_empty: bool, images: Schemes) -> str | list[Json]:
     if isinstance(value, str):
         return _string(value, where, empty=may_be_empty)
     if not isinstance(value, list) or not value:
@@ -139,9 +139,9 @@ def _content(value: Any, where: str, may_be_empty: bool, may_show: bool) -> str 
         at = f"{where}[{i}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in IMAGE_KINDS:
-            if not may_show:
+            if not images:
                 raise InvalidRequest("images are not offered here", param=at)
-            parts.append(read_image_part(part, at))
+            parts.append(read_image_part(part, at, images))
             continue
         if kind != "text":
             raise InvalidRequest(f"{at}.type must be text", param=at)

@@ -1,7 +1,8 @@
-"""Pictures of a chat request: data URLs in, files with headers and keys out.
+"""Pictures of a chat request: URLs in, files with headers and keys out.
 
-Only headers are read here; pixels are opened by vision replicas alone. Nothing is ever fetched:
-a URL of another scheme is refused before its host is looked at.
+Only headers are read here; pixels are opened by vision replicas alone. Nothing is fetched here: a
+URL of a scheme that the deployment does not take is refused before its host is looked at, and what
+stands behind other URLs is handed in (`router.fetch`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _HEAD = re.compile(r"data:image/[a-z0-9.+-]{1,64}((?:;[a-z0-9=.+-]{1,64}){0,4});
 # What the protocol library is given instead of a picture: it needs to know of one, not its bytes.
 _STAND_IN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
-Urls: TypeAlias = Sequence[tuple[str, str]]  # (place in the request, data URL)
+Urls: TypeAlias = Sequence[tuple[str, str]]  # (place in the request, URL)
+Schemes: TypeAlias = Sequence[str]  # of URLs that are taken; none: no pictures
+DATA_ONLY: Schemes = ("data",)
+WITH_FETCH: Schemes = ("data", "http", "https")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class Placed:
     files: Mapping[Digest, bytes] | None = None
 
 
-def read_image_part(part: Json, where: str) -> Json:
+def read_image_part(part: Json, where: str, schemes: Schemes = DATA_ONLY) -> Json:
     """A checked `image_url` part. Raises `InvalidRequest`; no host is looked at."""
     if part.get("type") != "image_url":
         raise InvalidRequest(f"{where}.type must be image_url for an image", param=where)
@@ -67,15 +71,17 @@ def read_image_part(part: Json, where: str) -> Json:
         raise InvalidRequest(f"{where}.image_url must hold url", param=where)
     if detail not in DETAILS or isinstance(detail, bool):
         raise InvalidRequest(f"{where}.image_url.detail must be auto or high", param=where)
-    if not url[:5].lower() == "data:":
-        raise InvalidRequest(
-            "images are taken as data: URLs only; other URLs are not fetched", param=where
-        )
+    if url[:8].partition(":")[0].lower() not in schemes or ":" not in url[:8]:
+        if "http" in schemes:
+            wanted = "images are taken as data:, http: and https: URLs only"
+        else:
+            wanted = "images are taken as data: URLs only; other URLs are not fetched"
+        raise InvalidRequest(wanted, param=where)
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def take_urls(messages: Sequence[Json]) -> tuple[tuple[str, str], ...]:
-    """The data URLs of checked messages in order; each is replaced by a stand-in (mutates them)."""
+    """The URLs of checked messages in order; each is replaced by a stand-in (mutates them)."""
     found: list[tuple[str, str]] = []
     for number, message in enumerate(messages):
         content = message["content"]
@@ -95,15 +101,23 @@ def count_images(messages: Sequence[Json]) -> int:
     return sum(part["type"] == "image_url" for content in lists for part in content)
 
 
-def open_files(urls: Urls, limits: ImageLimits) -> tuple[PictureFile, ...]:
-    """Files and headers behind data URLs, within `limits`. O(bytes); may run in a thread.
+def open_files(
+    urls: Urls, limits: ImageLimits, fetched: Mapping[str, bytes] | None = None
+) -> tuple[PictureFile, ...]:
+    """Files and headers behind URLs, within `limits`: those in `fetched`, and data URLs. O(bytes);
+    may run in a thread.
 
     Raises `LimitExceeded` or `InvalidRequest` naming the place of the first bad one."""
     limits.check_count(len(urls))
-    return tuple(_open(param, url, limits) for param, url in urls)
+    files = fetched or {}
+    return tuple(
+        PictureFile(data, read_header(data, limits, param=param), param)
+        for param, url in urls
+        for data in (files[url] if url in files else _decode(param, url, limits),)
+    )
 
 
-def _open(param: str, url: str, limits: ImageLimits) -> PictureFile:
+def _decode(param: str, url: str, limits: ImageLimits) -> bytes:
     head = _HEAD.match(url)
     if head is None:
         raise InvalidRequest(
@@ -116,10 +130,9 @@ def _open(param: str, url: str, limits: ImageLimits) -> PictureFile:
             param=param,
         )
     try:
-        data = base64.b64decode(url[head.end() :], validate=True)
+        return base64.b64decode(url[head.end() :], validate=True)
     except (binascii.Error, ValueError):
         raise InvalidRequest("the image's data is not base64", param=param) from None
-    return PictureFile(data, read_header(data, limits, param=param), param)
 
 
 def place_pictures(

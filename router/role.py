@@ -23,6 +23,7 @@ from headrace.core.states import ReplicaState
 from headrace.kvstore import Beat, IndexReader, MemberBoard, SaltBook
 from headrace.router.app import App
 from headrace.router.desk import Desk
+from headrace.router.fetch import Fetcher
 from headrace.router.generate import Generator
 from headrace.router.keys import KeyRing
 from headrace.router.ledger import Ledger
@@ -59,9 +60,12 @@ async def run_router(
 
 
 class RouterProcess:
-    """The parts of one router. `serve` once, then `close`."""
+    """The parts of one router. `serve` once, then `close`. `fetcher` replaces the one that the
+    settings ask for (tests, which fetch from this host)."""
 
-    def __init__(self, role: RoleSettings, router: RouterSettings) -> None:
+    def __init__(
+        self, role: RoleSettings, router: RouterSettings, *, fetcher: Fetcher | None = None
+    ) -> None:
         deployment = role.deployment
         vocabulary = Vocabulary(router.tokenizer)
         self._role = role
@@ -84,12 +88,14 @@ class RouterProcess:
             max_vocabulary=vocabulary.size,
         )
         self.desk.attach(self.replicas)
+        self._fetcher = fetcher or Fetcher(router.fetch)
         generator = Generator(
             router,
             deployment,
             self.desk,
             Protocols(vocabulary),
             SaltBook.ensure(router.salt_directory),
+            self._fetcher,
         )
         keys = KeyRing(router.keys, deployment.edge.key_chars)
         self.app = App(self.desk, generator, keys, self.meters, deployment.edge)
@@ -126,6 +132,7 @@ class RouterProcess:
         await self.replicas.close()
         await self._index.close()
         await self._board.close()
+        self._fetcher.close()
         self._records.close()
 
     async def _drain(self) -> None:

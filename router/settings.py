@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
 from headrace.router.keys import ApiKey
+
+_HOST_PATTERN = re.compile(r"\*|(?:\*\.)?[a-z0-9-]{1,63}(?:\.[a-z0-9-]{1,63})+")
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSettings:
+    """From where pictures are fetched when a client gives an http(s) URL; see `router.fetch`.
+
+    `hosts` holds names (`img.example.com`), names with everything below (`*.example.com`), or `*`
+    for every host of the internet; empty refuses all. Whatever stands there, addresses that are not
+    public are never connected to. Raises `ConfigError`."""
+
+    hosts: tuple[str, ...] = ()
+    max_bytes: int = 8 << 20  # all pictures of one request together
+    deadline_s: float = 10.0  # the same, redirects included
+    redirects: int = 3  # of one picture
+    open_requests: int = 32  # requests that are fetched for at the same time
+
+    def __post_init__(self) -> None:
+        for host in self.hosts:
+            if not _HOST_PATTERN.fullmatch(host) or host[-1].isdigit():
+                raise ConfigError(
+                    f"hosts must hold names in lower case, *.name or *, got {ascii(host)[:60]}"
+                )
+        for name, least, most in (
+            ("max_bytes", 1, 1 << 30),
+            ("deadline_s", 0.01, 600),
+            ("redirects", 0, 10),
+            ("open_requests", 1, 1 << 16),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(
+                    f"{name} must lie between {least} and {most}, got {getattr(self, name)!r}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +68,7 @@ class RouterSettings:
     resumes: int = 8  # of one answer, after its first token; 0: a lost decode ends a stream
     resume_wait_s: float = 30.0  # how long a further attempt waits while no decode is routable
     images: bool = False  # whether pictures are taken; a deployment with vision replicas takes them
+    fetch: FetchSettings = FetchSettings()  # pictures behind URLs; by default none
     retry_share: float = 0.1  # of all requests
     prefill_rows_per_s: float = 2000.0  # until a replica has reported its own
 

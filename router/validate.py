@@ -19,7 +19,7 @@ from headrace.core.limits import EdgeLimits, Limit
 from headrace.core.request import SEED, TEMPERATURE, TOP_P
 from headrace.router.jsonbody import Json, check_text, show_name
 from headrace.router.messages import read_messages, read_tools
-from headrace.router.pictures import part_chars, take_urls
+from headrace.router.pictures import Schemes, part_chars, take_urls
 
 # Of the API, without meaning here; and names under which others take identities from clients:
 # tenant, domain and ids are ours (a client's salt would protect nobody).
@@ -61,7 +61,7 @@ class Ask:
     include_usage: bool
     chat: Json | None = None
     prompt: str | TokenIds | None = None
-    images: tuple[tuple[str, str], ...] = ()  # (place, data URL) of every image part of `chat`
+    images: tuple[tuple[str, str], ...] = ()  # (place, URL) of every image part of `chat`
 
     @property
     def prompt_chars(self) -> int:
@@ -71,9 +71,9 @@ class Ask:
         return len(self.prompt) if isinstance(self.prompt, str) else 0
 
 
-def read_chat(body: Json, limits: EdgeLimits, *, images: bool = False) -> Ask:
-    """A `/v1/chat/completions` body, with pictures if `images`. Raises `InvalidRequest` naming the
-    field."""
+def read_chat(body: Json, limits: EdgeLimits, *, images: Schemes = ()) -> Ask:
+    """A `/v1/chat/completions` body, with pictures by URLs of the schemes `images`. Raises
+    `InvalidRequest` naming the field."""
     ask = _read_shared(body, CHAT, limits, "max_completion_tokens")
     _integer(body, "top_logprobs", Limit("top_logprobs", 0, limits.top_logprobs))
     _refuse_format(body.get("response_format"))

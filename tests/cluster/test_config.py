@@ -102,6 +102,16 @@ LATE = {
         "router.tokenizer must have at most 1024 ids, those of toy, got tokenizer-4096 with 4096",
     ),
     "router keys": ("router: {keys: []}", "unknown key router.keys"),
+    "fetch key": ("router: {fetch: {ports: [81]}}", "unknown key router.fetch.ports"),
+    "fetch type": ("router: {fetch: {hosts: a.example}}", "router.fetch.hosts must be a list"),
+    "fetch host": (
+        "router: {fetch: {hosts: ['10.0.0.1']}}",
+        "router.fetch: hosts must hold names in lower case, *.name or *, got '10.0.0.1'",
+    ),
+    "fetch bound": (
+        "router: {fetch: {max_bytes: 0}}",
+        "router.fetch: max_bytes must lie between 1 and 1073741824, got 0",
+    ),
 }
 
 

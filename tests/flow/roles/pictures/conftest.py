@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import pytest_asyncio
 import redis.asyncio
 from PIL import Image
@@ -27,7 +28,7 @@ from headrace.router.keys import ApiKey
 from headrace.router.pictures import open_files, place_pictures, take_urls
 from headrace.router.protocol import Protocols
 from headrace.router.role import RouterProcess
-from headrace.router.settings import RouterSettings
+from headrace.router.settings import FetchSettings, RouterSettings
 from headrace.router.tokens import TextStream, Vocabulary
 from headrace.vision import VisionReplica, VisionSettings
 
@@ -178,8 +179,16 @@ class Service:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def service(
-    cluster: Any, roles: Any, yardstick: Any, valkey: Any, tmp_path_factory: Any
+    request: pytest.FixtureRequest,
+    cluster: Any,
+    roles: Any,
+    yardstick: Any,
+    valkey: Any,
+    tmp_path_factory: Any,
 ) -> AsyncIterator[Service]:
+    """The module may name FETCH, settings of the router's fetcher, and `make_fetcher`."""
+    fetch = getattr(request.module, "FETCH", FetchSettings())
+    make_fetcher = getattr(request.module, "make_fetcher", lambda _: None)
     visions = [VisionReplica(roles(f"vision-{i}"), VisionSettings()) for i in (0, 1)]
     await asyncio.gather(*(vision.start() for vision in visions))
     salts = tmp_path_factory.mktemp("salt")
@@ -190,9 +199,11 @@ async def service(
         drain_s=0.2,
         tokenizer="tokenizer-1024",
         images=True,
+        fetch=fetch,
     )
     role = roles("router-pictures", local_prefill_rows=0)
-    router, stop, up = RouterProcess(role, settings), asyncio.Event(), asyncio.Event()
+    router = RouterProcess(role, settings, fetcher=make_fetcher(fetch))
+    stop, up = asyncio.Event(), asyncio.Event()
     members: list[Any] = []
     serving = asyncio.create_task(router.serve(lambda m: (members.append(m), up.set())[1], stop))
     await up.wait()
