@@ -40,7 +40,7 @@ def moved(location: str, status: str = "302 Found") -> bytes:
 class Site(httpcore2.AsyncNetworkBackend):
     """A loopback server, the table of names, and the way from a checked address to the server."""
 
-    pages: dict[str, bytes] = field(default_factory=dict)
+    answers: dict[str, bytes] = field(default_factory=dict)
     names: dict[str, Sequence[str]] = field(default_factory=dict)
     heads: list[str] = field(default_factory=list)  # what the server heard
     resolved: list[str] = field(default_factory=list)
@@ -53,8 +53,8 @@ class Site(httpcore2.AsyncNetworkBackend):
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             self.heads.append(head)
-            page = self.pages[head.split()[1]]
-            writer.write(page)
+            reply = self.answers[head.split()[1]]
+            writer.write(reply)
             await writer.drain()
             if self.slow is not None:
                 await self.slow.wait()
@@ -85,7 +85,7 @@ class Site(httpcore2.AsyncNetworkBackend):
     async def refused(self, *urls: str, **settings: Any) -> HeadraceError:
         with pytest.raises(HeadraceError) as caught:
             await self.fetch(*urls, **settings)
-        for told in (*self.names, *self.pages, *(host for host, _ in self.connected)):
+        for told in (*self.names, *self.answers, *(host for host, _ in self.connected)):
             assert told not in caught.value.message
         return caught.value
 
@@ -100,7 +100,7 @@ async def site() -> AsyncIterator[Site]:
 
 
 async def test_a_picture_is_asked_for_once_with_its_own_host(site: Site) -> None:
-    site.pages["/a/b.png?x=1&y=%20"] = answer()
+    site.answers["/a/b.png?x=1&y=%20"] = answer()
     url = "http://IMG.example:80/a/b.png?x=1&y=%20#part"
     assert await site.fetch(url, "data:,x", url) == [PICTURE, None, PICTURE]
     (head,) = site.heads
@@ -183,14 +183,14 @@ def test_public_addresses_are_public() -> None:
 async def test_a_name_that_changes_its_address_gains_nothing(site: Site) -> None:
     """Resolved once a connection, and the connection goes to what was judged."""
     site.names["img.example"] = [PUBLIC, "127.0.0.1", "127.0.0.1"]
-    site.pages["/a.png"] = answer()
+    site.answers["/a.png"] = answer()
     assert await site.fetch("http://img.example/a.png") == [PICTURE]
     assert (site.resolved, site.connected) == (["img.example"], [(PUBLIC, 80)])
 
 
 async def test_a_dead_address_is_passed_over(site: Site) -> None:
     site.names["img.example"], site.refusing = (SIX, PUBLIC), {SIX}
-    site.pages["/a.png"] = answer()
+    site.answers["/a.png"] = answer()
     assert await site.fetch("http://img.example/a.png") == [PICTURE]
     assert site.connected == [(SIX, 80), (PUBLIC, 80)]
     site.names["img.example"] = (SIX,)
@@ -201,7 +201,7 @@ async def test_a_dead_address_is_passed_over(site: Site) -> None:
 @pytest.mark.parametrize("status", ["301 x", "302 x", "303 x", "307 x", "308 x"])
 async def test_redirects_are_followed_on_listed_hosts(site: Site, status: str) -> None:
     site.names["a.cdn.example"] = (OTHER,)
-    site.pages |= {
+    site.answers |= {
         "/a": moved("http://a.cdn.example/b", status),
         "/b": moved("c?d", status),
         "/c?d": answer(),
@@ -226,14 +226,14 @@ async def test_redirects_are_followed_on_listed_hosts(site: Site, status: str) -
 )
 async def test_each_redirect_is_judged_anew(site: Site, location: str) -> None:
     site.names["rebound.cdn.example"] = ("10.0.0.7",)
-    site.pages["/a"] = moved(location)
+    site.answers["/a"] = moved(location)
     error = await site.refused("http://img.example/a")
     assert (error.status, error.param) == (400, "messages[0].content[0]")
     assert len(site.heads) == 1 and site.connected == [(PUBLIC, 80)]
 
 
 async def test_redirects_are_counted(site: Site) -> None:
-    site.pages |= {"/a": moved("/a"), "/none": moved("")}
+    site.answers |= {"/a": moved("/a"), "/none": moved("")}
     for place in ("/a", "/none"):
         site.heads.clear()
         error = await site.refused(f"http://img.example{place}", redirects=2)
@@ -241,7 +241,7 @@ async def test_redirects_are_counted(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "said"),
+    ("reply", "said"),
     [
         (answer(status="404 Not Found"), "status 404"),
         (answer(status="206 Partial Content"), "status 206"),
@@ -255,16 +255,16 @@ async def test_redirects_are_counted(site: Site) -> None:
         (answer(content_length="99999999"), "limited to 8388608 bytes together"),
     ],
 )
-async def test_answers_that_are_no_picture(site: Site, page: bytes, said: str) -> None:
-    site.pages["/a.png"] = page
+async def test_answers_that_are_no_picture(site: Site, reply: bytes, said: str) -> None:
+    site.answers["/a.png"] = reply
     error = await site.refused("http://img.example/a.png")
     assert isinstance(error, InvalidRequest) and said in error.message
 
 
 async def test_bytes_are_counted_while_they_come(site: Site) -> None:
     """No length is told, and more comes than is allowed, from one or from several together."""
-    site.pages["/a.png"] = answer(bytes(50_000), content_length="")
-    site.pages["/b.png"] = answer(bytes(50_000))
+    site.answers["/a.png"] = answer(bytes(50_000), content_length="")
+    site.answers["/b.png"] = answer(bytes(50_000))
     (file,) = await site.fetch("http://img.example/a.png", max_bytes=50_000)
     assert file == bytes(50_000)
     for urls in (["/a.png"], ["/a.png", "/b.png"]):
@@ -277,8 +277,8 @@ async def test_bytes_are_counted_while_they_come(site: Site) -> None:
 
 async def test_a_slow_site_ends_at_the_deadline_and_the_place_is_free_again(site: Site) -> None:
     site.slow = asyncio.Event()
-    site.pages["/a.png"] = answer(content_length="99999")
-    site.pages["/b.png"] = answer()
+    site.answers["/a.png"] = answer(content_length="99999")
+    site.answers["/b.png"] = answer()
     with contextlib.closing(site.fetcher(deadline_s=0.3, open_requests=1)) as fetcher:
         first = asyncio.create_task(fetcher.fetch([("one", "http://img.example/a.png")]))
         while not site.heads:
@@ -295,8 +295,8 @@ async def test_a_slow_site_ends_at_the_deadline_and_the_place_is_free_again(site
 
 async def test_a_failed_picture_breaks_the_others_off(site: Site) -> None:
     site.slow = asyncio.Event()
-    site.pages["/slow.png"] = answer(content_length="99999")
-    site.pages["/no.png"] = answer(status="404 Not Found")
+    site.answers["/slow.png"] = answer(content_length="99999")
+    site.answers["/no.png"] = answer(status="404 Not Found")
     error = await site.refused("http://img.example/slow.png", "http://img.example/no.png")
     assert error.param == "messages[0].content[1]"
     site.slow.set()
@@ -307,7 +307,7 @@ async def test_proxies_of_the_environment_are_not_asked(
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{site.port}")
-    site.pages["/a.png"] = answer()
+    site.answers["/a.png"] = answer()
     assert await site.fetch("http://img.example/a.png") == [PICTURE]
     assert site.heads[0].startswith("GET /a.png ")
 
