@@ -11,6 +11,7 @@ process, offline: the yardstick that other ways to the same text are compared wi
 from headrace.engine.driver import EngineDriver
 from headrace.engine.engine import BlockWriter, Engine
 from headrace.engine.errors import EngineDamaged, NotANumber
+from headrace.engine.give_way import Holder, Room, Way, give_way
 from headrace.engine.jobs import (
     Admission,
     BlockDone,
@@ -42,14 +43,18 @@ __all__ = [
     "Event",
     "Fill",
     "Half",
+    "Holder",
     "Job",
     "NotANumber",
     "Picture",
     "PictureRows",
+    "Room",
     "RowsDone",
     "SequenceFailed",
     "TokenSampled",
+    "Way",
     "WindowDone",
+    "give_way",
     "load_engine",
     "resolve_numerics",
     "spans_to_run",

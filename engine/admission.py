@@ -65,9 +65,10 @@ def check_job(job: Job, half: Half, limits: ModelLimits, settings: EngineSetting
 def check_plan(plan: RowPlan, sequence: Sequence, half: Half) -> None:
     """Raises `ValueError` when `plan` cannot be one of this sequence's plans."""
     known, key = len(sequence.ids), sequence.key
-    if half is Half.FULL:
-        ordinary = plan.start <= plan.decoder_start < plan.end
-        good_end = plan.end == known and (ordinary or plan.kind is StartKind.STATE)
+    if half is Half.FULL and plan.kind is StartKind.STATE:
+        good_end = plan.end == known - (sequence.generated > 0)  # the newest token has no row
+    elif half is Half.FULL:
+        good_end = plan.start <= plan.decoder_start < plan.end == known
     else:
         good_end = plan.decoder_start == plan.end <= floor_grain(known)
     if not good_end or not 0 <= plan.start <= plan.end:

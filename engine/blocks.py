@@ -43,6 +43,10 @@ class BlockPool:
         """The digest that the block is committed under, None if it is not."""
         return self._digests[block]
 
+    def shared(self) -> dict[int, int]:
+        """References of every block that has more than one."""
+        return {block: n for block, n in enumerate(self._references) if n > 1}
+
     def resident_prefix(self, digests: Iterable[Digest]) -> int:
         """How many leading digests are resident. Changes nothing, not even the eviction order."""
         count = 0
@@ -51,6 +55,16 @@ class BlockPool:
                 break
             count += 1
         return count
+
+    def resident(self, digests: Iterable[Digest]) -> tuple[list[int], int]:
+        """The blocks of the longest resident prefix, and how many of them nobody refers to: to
+        share one of those takes it from what `take` can hand out. Changes nothing."""
+        blocks = []
+        for digest in digests:
+            if digest not in self._by_digest:
+                break
+            blocks.append(self._by_digest[digest])
+        return blocks, sum(self._references[block] == 0 for block in blocks)
 
     def share(self, digest: Digest) -> int:
         """One more reference to the block with this digest. Raises `KeyError` if not resident."""

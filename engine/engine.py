@@ -17,6 +17,7 @@ from headrace.engine.blocks import BlockPool
 from headrace.engine.fills import FillGuard
 from headrace.engine.jobs import Admission, EngineStats, Event, Fill, Job
 from headrace.engine.lease import Resources, SlotPool
+from headrace.engine.parking import Parking, check_moment, open_block
 from headrace.engine.pictures import PictureRows, check_pictures, unpack_pictures
 from headrace.engine.runner import Runner
 from headrace.engine.scheduler import Scheduler
@@ -25,10 +26,8 @@ from headrace.engine.settings import EngineSettings, Half
 from headrace.model import (
     CacheLayout,
     KvState,
-    StateError,
     Trunk,
     model_card,
-    pack_state,
     restore_state,
     unpack_state,
 )
@@ -90,6 +89,7 @@ class Engine:
             self._resources,
             record_spacing_tokens,
         )
+        self.parking = Parking(self.state, self.runner, self.scheduler)
         self._steps = 0
         self._recent: deque[tuple[int, float]] = deque(maxlen=_MEASURED_STEPS)
 
@@ -191,24 +191,27 @@ class Engine:
         return unpack_pictures(self.model, spans, payloads)
 
     def adopt(self, key: JobKey, payload: Buffer) -> bool:
-        """Instead of `start`: take over the state at N that `export_state` of another engine made,
-        with its first token, which comes as an ordinary event. All complete blocks are filled.
+        """Instead of `start`: take over a state, with all complete blocks below it filled. One
+        that `export_state` of another engine made at N brings its first token, which comes as an
+        ordinary event; of a sequence with generated tokens it is what `parking.hold` gave after as
+        many.
 
-        False: the sequence is gone. Raises `ValueError` for a state of another length, `StateError`
+        False: the sequence is gone. Raises `ValueError` for a state of another moment, `StateError`
         for one of another layout or numerics, `ValueError` when a block is not filled; the
         sequence can still be started then."""
         found = unpack_state(payload)
         sequence = self.scheduler.sequence(key)
         if sequence is None:
             return False
-        if found.slot.length != sequence.request.n_tokens:
+        if sequence.generated:
+            check_moment(found, len(sequence.ids) - 1, sequence)
+        elif found.slot.length != sequence.request.n_tokens:
             raise ValueError(f"{key}: a state at {found.slot.length} tokens")
-        lease, n_tokens = sequence.lease, sequence.request.n_tokens
-        block = lease.blocks[n_tokens // BLOCK_TOKENS] if n_tokens % BLOCK_TOKENS else None
-        restore_state(self.state, lease.slot, found, block)
+        slot, block = sequence.lease.slot, open_block(sequence, found.slot.length)
+        restore_state(self.state, slot, found, block)
         if self.scheduler.adopt(key, found.anchor) is None:
             return False
-        self.runner.open(lease.slot, sequence.ids, lease.blocks, sequence.request.images, {})
+        self.runner.open(slot, sequence.ids, sequence.lease.blocks, sequence.request.images, {})
         return True
 
     def export_state(self, key: JobKey) -> bytes:
@@ -219,43 +222,7 @@ class Engine:
         sequence = self.scheduler.sequence(key)
         if sequence is None or not sequence.generated:
             raise ValueError(f"{key}: no state to export")
-        length, lease = sequence.next_row, sequence.lease
-        block = lease.blocks[length // BLOCK_TOKENS] if length % BLOCK_TOKENS else None
-        return pack_state(self.state, lease.slot, length, sequence.ids[-1], block)
-
-    def park(self, key: JobKey) -> bytes:
-        """Give the slot of a decoding sequence to others; what comes back is its private state,
-        to be kept for `unpark`. Its blocks stay reserved, so it can always go on, and no row is
-        ever run again. Between two steps; raises `ValueError` for one that does not decode."""
-        sequence = self.scheduler.sequence(key)
-        if sequence is None or sequence.state is not SequenceState.DECODING:
-            raise ValueError(f"{key}: only a sequence that decodes can be parked")
-        slot = sequence.lease.slot
-        payload = pack_state(self.state, slot, sequence.next_row, sequence.ids[-1], None)
-        self.scheduler.park(key)
-        self.runner.close(slot)
-        return payload
-
-    def unpark(self, key: JobKey, payload: Buffer) -> bool:
-        """Go on where `park` stopped. False: no slot is free now. Raises `ValueError` for a
-        sequence that is not parked or a state of another moment, `StateError` for other bytes;
-        nothing changed then."""
-        found, sequence = unpack_state(payload), self.scheduler.sequence(key)
-        if sequence is None or (found.slot.length, found.anchor) != (
-            sequence.next_row,
-            sequence.ids[-1],
-        ):
-            raise ValueError(f"{key}: not the state that was parked")
-        if self.scheduler.unpark(key) is None:
-            return False
-        lease = sequence.lease
-        try:
-            restore_state(self.state, lease.slot, found, None)
-        except StateError:
-            self.scheduler.park(key)
-            raise
-        self.runner.open(lease.slot, sequence.ids, lease.blocks, sequence.request.images, {})
-        return True
+        return self.parking.export(sequence)
 
     def release(self, key: JobKey) -> None:
         """Close the sequence's lease; idempotent, in any state, also in the middle of its rows.
@@ -299,10 +266,11 @@ class Engine:
         sequences = list(self.scheduler.sequences())
         rows = sum(count for count, _ in self._recent)
         seconds = sum(duration for _, duration in self._recent)
-        running = (SequenceState.KNOWN, SequenceState.DECODING)
+        running = (SequenceState.KNOWN, SequenceState.DECODING, SequenceState.HELD)
         return EngineStats(
             waiting=sum(s.state is SequenceState.FILLING for s in sequences),
             running=sum(s.state in running for s in sequences),
+            parked=sum(s.state is SequenceState.PARKED for s in sequences),
             backlog_rows=sum(s.rows_left for s in sequences),
             free_blocks=pool.n_available,
             resident_blocks=pool.n_evictable,

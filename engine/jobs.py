@@ -102,7 +102,8 @@ Event: TypeAlias = TokenSampled | BlockDone | WindowDone | RowsDone | SequenceFa
 class EngineStats:
     """A snapshot. `free_blocks + held_blocks` is the pool's size.
 
-    `waiting`: admitted, not started; `running`: started, not finished; `backlog_rows`: rows of
+    `waiting`: admitted, not started; `running`: started, not finished, with a slot; `parked`:
+    without one, their blocks reserved; `backlog_rows`: rows of
     known tokens that both still have to run (estimated before `start`). `free_blocks`: what an
     admission may take; `resident_blocks` of them hold committed bytes and are evicted oldest
     first. `resident_tokens`: tokens whose global KV live sequences hold. `rows_per_s` is measured
@@ -110,6 +111,7 @@ class EngineStats:
 
     waiting: int
     running: int
+    parked: int
     backlog_rows: int
     free_blocks: int
     resident_blocks: int

@@ -90,6 +90,18 @@ class Lease:
         ticket = resources.guard.open(taken[: len(hits) - n_shared])
         return cls(resources, shared + taken, n_shared, slot, ticket)
 
+    @staticmethod
+    def missing(
+        resources: Resources, hits: Sequence[Digest], n_blocks: int
+    ) -> tuple[int, int, frozenset[int]]:
+        """(slots, blocks) that would have to become free for `reserve`, and the blocks that it
+        would share, which help nobody by becoming free; (0, 0, _): there is room."""
+        resources.reclaim()
+        shared, n_evictable = resources.blocks.resident(hits)
+        free = resources.blocks.n_available - n_evictable
+        n_slots = int(resources.slots.n_free == 0)
+        return n_slots, max(0, n_blocks - len(shared) - free), frozenset(shared)
+
     def make_private(self, first_block: int) -> bool:
         """Replace shared blocks from `first_block` on by own ones with undefined bytes, because
         this sequence is about to write them. False, and nothing changed, when there is no room."""

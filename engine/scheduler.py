@@ -12,7 +12,14 @@ from headrace.core.chain import BLOCK_TOKENS
 from headrace.core.errors import Overloaded
 from headrace.core.ids import JobKey
 from headrace.core.request import GenRequest, HandoffMode
-from headrace.core.rows import Geometry, RowPlan, StartKind, plan_adopted, record_positions
+from headrace.core.rows import (
+    Geometry,
+    RowPlan,
+    StartKind,
+    plan_adopted,
+    plan_parked,
+    record_positions,
+)
 from headrace.engine.admission import ModelLimits, blocks_to_reserve, check_job, check_plan
 from headrace.engine.errors import EngineDamaged
 from headrace.engine.jobs import (
@@ -123,47 +130,38 @@ class Scheduler:
         return sequence
 
     def adopt(self, key: JobKey, token_id: int) -> Sequence | None:
-        """Go on at N with the first token given: another engine ran all rows of the prompt. All
-        complete blocks of the prompt are filled. None when the sequence is gone.
+        """Go on without rows, since another engine ran them or this one did before: at N with the
+        first token given, or where tokens were generated at the newest of them, which is
+        `token_id`. All complete blocks below that are filled. None when the sequence is gone.
 
-        Raises `ValueError` as `start` does, also for a sequence that is resumed."""
+        Raises `ValueError` as `start` does."""
         sequence = self._sequences.get(key)
-        if sequence is not None and sequence.generated:
-            raise ValueError(f"{key}: a sequence with generated tokens adopts no state")
         if sequence is None:
             self.totals.late_events += 1
             return None
         request = sequence.request
-        plan = plan_adopted(request.n_tokens, request.keep_tokens, self.geometry)
+        if sequence.generated:
+            plan = plan_parked(len(sequence.ids) - 1, request.first_decoder_row)
+        else:
+            plan = plan_adopted(request.n_tokens, request.keep_tokens, self.geometry)
         started = self.start(key, plan)
-        if started is not None:
+        if started is None:
+            return None
+        if started.generated:
+            started.on(SequenceEvent.UNPARK)
+        else:
             self._pending.append(self._take_token(started, token_id))
-            if started.state is SequenceState.DECODING:
-                self._order[key] = None
+        if started.state is SequenceState.DECODING:
+            self._order[key] = None
         return started
 
-    def park(self, key: JobKey) -> Sequence:
-        """Take a decoding sequence out of the steps and give its slot back; its private state was
-        copied out before. Raises `ValueError` for one that does not decode."""
-        sequence = self._sequences.get(key)
-        if sequence is None or sequence.state is not SequenceState.DECODING:
-            raise ValueError(f"{key}: only a sequence that decodes can be parked")
-        sequence.on(SequenceEvent.PARK)
-        self._order.pop(key, None)
-        sequence.lease.give_slot_back()
-        return sequence
+    def rest(self, sequence: Sequence) -> None:
+        """No step runs the sequence until `rejoin`."""
+        self._order.pop(sequence.key, None)
 
-    def unpark(self, key: JobKey) -> Sequence | None:
-        """A slot again, and a place behind those that run; None when no slot is free. Raises
-        `ValueError` for a sequence that is not parked."""
-        sequence = self._sequences.get(key)
-        if sequence is None or sequence.state is not SequenceState.PARKED:
-            raise ValueError(f"{key}: not parked")
-        if not sequence.lease.take_slot():
-            return None
-        sequence.on(SequenceEvent.UNPARK)
-        self._order[key] = None
-        return sequence
+    def rejoin(self, sequence: Sequence) -> None:
+        """A decoding sequence takes its place behind those that run."""
+        self._order[sequence.key] = None
 
     def release(self, key: JobKey) -> Sequence | None:
         """Close the sequence's lease, in whatever state it is. None when it is already gone."""

@@ -18,6 +18,7 @@ class SequenceState(StrEnum):
     FILLING = "filling"  # admitted: its blocks may be written from outside
     KNOWN = "known"  # rows of known tokens run: prompt, replay, resume
     DECODING = "decoding"  # one row a step
+    HELD = "held"  # out of the steps; its state was copied out, slot and blocks stay
     PARKED = "parked"  # its slot was given back; blocks stay reserved
     FINISHED = "finished"  # nothing more to run; the lease is open
     FAILED = "failed"  # cannot go on; the lease is open
@@ -28,8 +29,9 @@ class SequenceEvent(StrEnum):
     START = "start"
     ROWS = "rows"  # a part of the known rows ran
     TOKEN = "token"  # a token was sampled and more will be
+    HOLD = "hold"
     PARK = "park"
-    UNPARK = "unpark"  # it has a slot again
+    UNPARK = "unpark"  # it has a slot, and its state is there
     FINISH = "finish"  # the last row ran
     FAIL = "fail"
     RELEASE = "release"
@@ -43,8 +45,9 @@ SEQUENCE_TABLE: StateTable[SequenceState, SequenceEvent] = StateTable(
         (_S.KNOWN, _E.ROWS): _S.KNOWN,
         (_S.KNOWN, _E.TOKEN): _S.DECODING,
         (_S.DECODING, _E.TOKEN): _S.DECODING,
-        (_S.DECODING, _E.PARK): _S.PARKED,
-        (_S.PARKED, _E.UNPARK): _S.DECODING,
+        (_S.DECODING, _E.HOLD): _S.HELD,
+        (_S.HELD, _E.PARK): _S.PARKED,
+        **{(s, _E.UNPARK): _S.DECODING for s in (_S.KNOWN, _S.HELD, _S.PARKED)},
         (_S.KNOWN, _E.FINISH): _S.FINISHED,
         (_S.DECODING, _E.FINISH): _S.FINISHED,
         **{(s, _E.FAIL): _S.FAILED for s in (_S.FILLING, _S.KNOWN, _S.DECODING)},
@@ -53,7 +56,8 @@ SEQUENCE_TABLE: StateTable[SequenceState, SequenceEvent] = StateTable(
     ignored=frozenset(
         # Results of a step that was in flight when the sequence ended.
         {(s, e) for s in (_S.FINISHED, _S.FAILED) for e in (_E.ROWS, _E.TOKEN, _E.FINISH, _E.FAIL)}
-        | {(_S.FAILED, _E.START)}  # the owner started it before it heard of the failure
+        # The owner decided before it heard of the end.
+        | {(_S.FAILED, _E.START), (_S.FAILED, _E.HOLD), (_S.FINISHED, _E.HOLD)}
         | {(_S.RELEASED, e) for e in _E}
     ),
 )

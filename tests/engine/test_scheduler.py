@@ -55,15 +55,16 @@ def spans(plan: StepPlan) -> list[tuple[str, int, int, int]]:
 # ---- the state table ------------------------------------------------------------------------
 
 ANSWERS = {
-    # state: (what START, ROWS, TOKEN, PARK, UNPARK, FINISH, FAIL, RELEASE lead to);
+    # state: (what START, ROWS, TOKEN, HOLD, PARK, UNPARK, FINISH, FAIL, RELEASE lead to);
     # "-" ignored, "!" impossible
-    "filling": ("known", "!", "!", "!", "!", "!", "failed", "released"),
-    "known": ("!", "known", "decoding", "!", "!", "finished", "failed", "released"),
-    "decoding": ("!", "!", "decoding", "parked", "!", "finished", "failed", "released"),
-    "parked": ("!", "!", "!", "!", "decoding", "!", "!", "released"),
-    "finished": ("!", "-", "-", "!", "!", "-", "-", "released"),
-    "failed": ("-", "-", "-", "!", "!", "-", "-", "released"),
-    "released": ("-", "-", "-", "-", "-", "-", "-", "-"),
+    "filling": ("known", "!", "!", "!", "!", "!", "!", "failed", "released"),
+    "known": ("!", "known", "decoding", "!", "!", "decoding", "finished", "failed", "released"),
+    "decoding": ("!", "!", "decoding", "held", "!", "!", "finished", "failed", "released"),
+    "held": ("!", "!", "!", "!", "parked", "decoding", "!", "!", "released"),
+    "parked": ("!", "!", "!", "!", "!", "decoding", "!", "!", "released"),
+    "finished": ("!", "-", "-", "-", "!", "!", "-", "-", "released"),
+    "failed": ("-", "-", "-", "-", "!", "!", "-", "-", "released"),
+    "released": ("-", "-", "-", "-", "-", "-", "-", "-", "-"),
 }
 
 
