@@ -4,14 +4,17 @@ A point is a no-op unless `arm` was called in this process, which the roles do o
 test-only variable HEADRACE_FAULTS is set *and* they are bound to loopback. Every firing is
 counted, so that a scenario can verify that its fault took effect.
 
-    HEADRACE_FAULTS="prefill.seal=exit@3,decode.load=flip"    (action, from the third hit on)
+    HEADRACE_FAULTS="prefill.seal=exit@3,decode.load=flip%0.01/7"
+
+`@3`: once, at the third hit; `%0.01/7`: at a share of all hits, drawn from seed 7; else at each.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.core.errors import ConfigError, HeadraceError
 
@@ -35,7 +38,9 @@ POINTS = frozenset(
         "link.send",
     }
 )
-ACTIONS = frozenset({"raise", "exit", "sleep", "drop", "duplicate", "flip", "nan"})
+ACTIONS = frozenset(
+    {"raise", "assert", "memory", "exit", "sleep", "drop", "duplicate", "flip", "nan"}
+)
 
 
 class InjectedFault(HeadraceError):
@@ -49,6 +54,8 @@ class _Armed:
     action: str
     first_hit: int  # fires from this hit on, counted from 1
     last_hit: int
+    share: float = 1.0
+    draw: random.Random = field(default_factory=random.Random)
     hits: int = 0
     fired: int = 0
 
@@ -57,10 +64,11 @@ _armed: dict[str, _Armed] = {}
 
 
 def arm(spec: str) -> None:
-    """Arm the points of `spec`: `point=action[@hit]`, comma separated; `@hit` fires once at that
-    hit, without it the point fires at every hit. Raises `ConfigError` for unknown names."""
+    """Arm the points of `spec`: `point=action[@hit|%share/seed]`, comma separated. Raises
+    `ConfigError` for unknown names and for what is no number or share."""
     for item in filter(None, (part.strip() for part in spec.split(","))):
         point, _, action = item.partition("=")
+        action, _, drawn = action.partition("%")
         action, _, hit = action.partition("@")
         if point not in POINTS:
             raise ConfigError(f"unknown fault point {point!r}; known: {', '.join(sorted(POINTS))}")
@@ -69,7 +77,19 @@ def arm(spec: str) -> None:
         if hit and not hit.isdigit():
             raise ConfigError(f"fault hit must be a number, got {hit!r}")
         first = int(hit) if hit else 1
-        _armed[point] = _Armed(action, first, first if hit else 2**62)
+        share, seed = _share(drawn) if drawn else (1.0, "")
+        last = first if hit else 2**62
+        _armed[point] = _Armed(action, first, last, share, random.Random(seed))
+
+
+def _share(text: str) -> tuple[float, str]:
+    share, _, seed = text.partition("/")
+    try:
+        if 0.0 < float(share) <= 1.0 and seed.isdigit():
+            return float(share), seed
+    except ValueError:
+        pass
+    raise ConfigError(f"a share of hits is above 0, at most 1, and has a seed, got {text!r}")
 
 
 def arm_from_environment(*, loopback_only: bool) -> None:
@@ -95,8 +115,9 @@ def fired(point: str) -> int:
 
 def hit(point: str) -> str | None:
     """Pass a fault point. Returns None when nothing is to happen, else the action's name for the
-    caller to carry out (`drop`, `duplicate`, `flip`, `nan`); `raise`, `exit` and `sleep` happen
-    here. `exit` ends the process at once, as SIGKILL would: no handlers, no flushing."""
+    caller to carry out (`drop`, `duplicate`, `flip`, `nan`); the others happen here. `raise`,
+    `assert` and `memory` raise `InjectedFault`, `AssertionError` and `MemoryError`; `exit` ends the
+    process at once, as SIGKILL would: no handlers, no flushing."""
     if not _armed:
         return None
     armed = _armed.get(point)
@@ -105,9 +126,15 @@ def hit(point: str) -> str | None:
     armed.hits += 1
     if not armed.first_hit <= armed.hits <= armed.last_hit:
         return None
+    if armed.share < 1.0 and armed.draw.random() >= armed.share:
+        return None
     armed.fired += 1
     if armed.action == "raise":
         raise InjectedFault(f"fault point {point} fired")
+    if armed.action == "assert":
+        raise AssertionError(f"fault point {point} fired")
+    if armed.action == "memory":
+        raise MemoryError
     if armed.action == "exit":
         os._exit(137)
     if armed.action == "sleep":

@@ -184,6 +184,7 @@ class LoadReport:
     free_slots: int
     rows_per_s: float  # measured over the last steps, 0 before the first
     held_leases: int
+    wire_refused: int = 0  # connections ended because of what came on them, since start
 
 
 @dataclass(frozen=True, slots=True)

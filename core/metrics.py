@@ -30,7 +30,7 @@ class Metric(StrEnum):
     REPLICA_FREE_BLOCKS = "headrace_replica_free_blocks"
     RESIDENT_TOKENS = "headrace_resident_tokens"
     LATE_MESSAGES = "headrace_late_messages_total"  # labels: kind
-    WIRE_REFUSED = "headrace_wire_refused_total"
+    WIRE_REFUSED = "headrace_wire_refused_total"  # labels: pool, replica
     STORE_HITS = "headrace_store_hits_total"  # labels: kind, tier
     STORE_MISSES = "headrace_store_misses_total"
     STORE_DAMAGED = "headrace_store_damaged_total"

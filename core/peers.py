@@ -2,7 +2,8 @@
 
 Hello goes first in both directions. Engines that would exchange stored objects must agree on layout
 id and namespace; one that does not is told why and the connection is closed. What a role then does
-with a message is its own business: it gives a table from message class to a plain function.
+with a message is its own business: it gives a table from message class to a plain function. Should
+one fail, that is an end of the job that the message was about, and of nothing else.
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ class PeerServer:
 
     `handlers` maps message classes to `f(peer, message)`, called in the order of arrival on the
     loop's thread and not allowed to wait; a class not in it ends the connection. `on_left(peer)` is
-    called exactly once for every peer that was greeted, after its last message."""
+    called exactly once for every peer that was greeted, after its last message.
+
+    `refused` counts connections that ended because of what came on them, `failed` messages whose
+    handler raised: the sender is told that this job failed here."""
 
     def __init__(
         self,
@@ -113,6 +117,8 @@ class PeerServer:
         self._server: asyncio.Server | None = None
         self._links: set[Link] = set()
         self.peers: list[Peer] = []
+        self.refused = 0
+        self.failed = 0
 
     async def listen(self, address: str) -> str:
         """Bind and serve; returns the address really bound."""
@@ -146,6 +152,9 @@ class PeerServer:
                 await link.send(JobFailed(NO_JOB, problem.code, problem.message, retryable))
                 return
             await self._receive(Peer(link, theirs))
+        except WireError:
+            self.refused += 1
+            raise
         finally:
             self._links.discard(link)
 
@@ -156,7 +165,21 @@ class PeerServer:
                 handle = self._handlers.get(type(message))
                 if handle is None:
                     raise WireError(f"{peer.name} sent {type(message).__name__} to the wrong role")
-                handle(peer, message)
+                try:
+                    handle(peer, message)
+                except WireError:
+                    raise
+                except Exception:  # a bug here must not take the peer's other jobs along
+                    log.exception("%s: %s failed", peer.name, type(message).__name__)
+                    self._answer_failed(peer, message)
         finally:
             self.peers.remove(peer)
             self._on_left(peer)
+
+    def _answer_failed(self, peer: Peer, message: Any) -> None:
+        self.failed += 1
+        about = getattr(message, "request", message)
+        key = getattr(about, "key", None)
+        if isinstance(key, JobKey):
+            internal = HeadraceError("internal error")
+            peer.post(JobFailed(key, internal.code, internal.message, retryable=False))

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.core.card import Member, ModelCard, Role, VisionCard
@@ -100,7 +100,8 @@ class ReplicaShell:
     def report(self, make: Callable[[int], LoadReport]) -> None:
         """Post `make(last dispatch of that router)` to every connected router."""
         for router in self.server.routers():
-            router.post(make(self._dispatches.get(router, 0)))
+            report = make(self._dispatches.get(router, 0))
+            router.post(replace(report, wire_refused=self.server.refused))
 
     # ---- life ------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -84,6 +85,8 @@ class GenRequest:
             last_end = span.end
         if last_end > len(self.token_ids):
             raise InvalidRequest("an image span ends after the prompt")
+        if not 0 <= self.deadline_s < math.inf:
+            raise InvalidRequest(f"deadline_s must be at least 0 seconds, got {self.deadline_s}")
         if self.max_tokens < 1:
             raise InvalidRequest(
                 f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens"

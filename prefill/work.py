@@ -171,6 +171,9 @@ class Prefiller:
                 self._on_event(job, event)
             except HeadraceError as error:
                 self._end(job, JobEvent.ERROR, error)
+            except Exception:  # a bug here must not take the other sequences of the step along
+                log.exception("prefill job %s failed", job.key)
+                self._end(job, JobEvent.ERROR, HeadraceError("prefill failed"))
 
     def _on_event(self, job: Job, event: Event) -> None:
         if isinstance(event, SequenceFailed):

@@ -177,6 +177,7 @@ class RouterProcess:
         backlog: dict[tuple[str, ...], float] = {}
         requests: dict[tuple[str, ...], float] = {}
         free: dict[tuple[str, ...], float] = {}
+        refused: dict[tuple[str, ...], float] = {}
         resident: dict[tuple[str, ...], float] = {}
         for replica in self.replicas.all():
             at = (replica.role.value, replica.name)
@@ -187,6 +188,7 @@ class RouterProcess:
             requests[at] = self.ledger.own(replica.key)[0]
             if (report := self.ledger.last_report(replica.key)) is not None:
                 free[at], resident[at] = report.free_blocks, report.resident_tokens
+                refused[at] = report.wire_refused
         yield gauge(Metric.REQUESTS_OPEN, "not ended", (), {(): desk.live_requests})
         yield gauge(Metric.REPLICAS, "replicas known", ("pool", "state"), states)
         yield gauge(Metric.BACKLOG_MS, "predicted, as of now", each, backlog)
@@ -197,4 +199,5 @@ class RouterProcess:
         yield count(Metric.RETRIES, "further attempts", (), {(): desk.retried})
         late: dict[tuple[str, ...], float] = {(kind,): n for kind, n in desk.late.items()}
         yield count(Metric.LATE_MESSAGES, "of attempts that had ended", ("kind",), late)
+        yield count(Metric.WIRE_REFUSED, "connections ended for what came", each, refused)
         yield count(Metric.INDEX_ERRORS, "look-ups failed", (), {(): self._index.errors})

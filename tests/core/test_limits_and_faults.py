@@ -114,9 +114,27 @@ def test_raise_raises_and_unknown_names_are_refused(armed) -> None:
     armed("engine.step=raise")
     with pytest.raises(faults.InjectedFault, match=r"engine\.step"):
         faults.hit("engine.step")
-    for bad in ("nowhere=exit", "engine.step=explode", "engine.step=exit@x"):
+    armed("engine.step=assert@2")
+    assert faults.hit("engine.step") is None
+    with pytest.raises(AssertionError, match=r"engine\.step"):
+        faults.hit("engine.step")
+    armed("engine.step=memory")
+    with pytest.raises(MemoryError):
+        faults.hit("engine.step")
+    bad_shares = (f"engine.step=flip%{share}" for share in ("0/1", "2/1", "a/1", "0.5", "0.5/x"))
+    for bad in ("nowhere=exit", "engine.step=explode", "engine.step=exit@x", *bad_shares):
         with pytest.raises(ConfigError):
             armed(bad)
+
+
+def test_a_share_of_hits_is_drawn_from_its_seed(armed) -> None:
+    drawn = []
+    for seed in (7, 7, 8):
+        armed(f"decode.load=flip%0.1/{seed}")
+        drawn.append([faults.hit("decode.load") for _ in range(2000)])
+        assert faults.fired("decode.load") == drawn[-1].count("flip")
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert all(130 < hits.count("flip") < 270 for hits in drawn)
 
 
 def test_exit_ends_the_process_at_once() -> None:

@@ -1,13 +1,19 @@
-"""What scenarios share: the framework as `kinds`, and the small cluster of tests/flow."""
+"""What scenarios share: the framework as `kinds`, the proxy, and whole services to break."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import pytest_asyncio
+
+from headrace.core.request import HandoffMode
 
 TESTS = Path(__file__).parent.parent
 
@@ -23,7 +29,80 @@ def beside(path: str) -> ModuleType:
     return sys.modules[name]
 
 
+whole, flow = beside("flow/conftest.py"), beside("flow/roles/conftest.py")
+# Fixtures of tests/flow, which pytest finds by their names in this file.
+run_dir, valkey, token, prompt = whole.run_dir, whole.valkey, whole.token, whole.prompt
+yardstick, no_faults, router_end = whole.yardstick, whole.no_faults, whole.router_end
+role_settings, store_settings = flow.role_settings, flow.store_settings
+
+
 @pytest.fixture(scope="session")
 def kinds() -> ModuleType:
     """The module scenario.py: `kinds.Scenario`, `kinds.Fault`, `kinds.kill` and the others."""
     return beside("faults/scenario.py")
+
+
+@pytest.fixture(scope="session")
+def proxy() -> ModuleType:
+    """The module wire/proxy.py: rules and deeds for frames."""
+    return beside("faults/wire/proxy.py")
+
+
+@pytest.fixture(scope="session")
+def samples() -> ModuleType:
+    """The module wire/samples.py: healthy messages and how to spoil them."""
+    return beside("faults/wire/samples.py")
+
+
+@pytest.fixture(scope="module")
+def mode() -> str:
+    """The hand-off mode of a module's service; a module may ask for several."""
+    return "exact"
+
+
+@pytest.fixture(scope="module")
+def tag(request: pytest.FixtureRequest, mode: str) -> str:
+    """Names the store of a module in a mode."""
+    return f"{request.module.__name__.rsplit('_', 1)[-1][:10]}-{mode[0]}"
+
+
+@pytest.fixture(scope="module")
+def roles(
+    request: pytest.FixtureRequest,
+    role_settings: Callable[..., Any],
+    yardstick: Any,
+    mode: str,
+    tag: str,
+) -> Callable[..., Any]:
+    """Settings of a role by its name. The module may name more of its deployment in DEPLOYMENT.
+
+    In mode `replay` the depth is the exact one, so that one text is right whatever was found."""
+    options = {"handoff_mode": HandoffMode(mode), "local_prefill_rows": 0}
+    if mode == "replay":
+        options["replay_depth_tokens"] = yardstick.geometry.replay_rows
+    options |= getattr(request.module, "DEPLOYMENT", {})
+    return functools.partial(role_settings, tag=tag, model=yardstick.model, **options)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(
+    request: pytest.FixtureRequest,
+    roles: Callable[..., Any],
+    store_settings: Callable[..., Any],
+    yardstick: Any,
+    router_end: Any,
+    tag: str,
+    proxy: ModuleType,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[Any]:
+    """A service for the tests of a module, which must leave it as `pulse` wants it. The module may
+    name settings of its router in ROUTER and of its store in STORE."""
+    sizes = {"state_bytes": 65536} | getattr(request.module, "STORE", {})
+    settings = store_settings(tag, **sizes)
+    salts = str(tmp_path_factory.mktemp("salt"))
+    options = getattr(request.module, "ROUTER", {})
+    running = beside("faults/service.py").running
+    async with running(
+        flow, proxy, roles, settings, yardstick, router_end, salts, **options
+    ) as made:
+        yield made

@@ -1,0 +1,122 @@
+"""Frames of a hand-off that are lost, doubled, late or overtaken, in every mode: the same text or
+one explicit error, never a hang, and nothing is left.
+
+Rules are drawn from a seed that the test's name shows; HEADRACE_FAULT_SEED=n runs that one alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from headrace.core.limits import EdgeLimits, LeaseTimes
+
+MODEL = "toy"
+DEPLOYMENT = {
+    "leases": LeaseTimes(handoff_s=2.5, member_s=8.0),
+    "edge": EdgeLimits(request_deadline_s=12.0),
+}
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.fault]
+
+ONLY = os.environ.get("HEADRACE_FAULT_SEED")
+SEEDS = [int(ONLY)] if ONLY else [1, 2]
+LENGTHS = (172, 300, 513, 640)  # a record at p or none, a block's border, several batches of blocks
+
+
+@pytest.fixture(scope="module", params=["exact", "replay", "state"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+async def ask_all(service: Any, prompt: Any, exactly: bool) -> list[Any]:
+    prompts = [prompt(n, f"frames {n}") for n in LENGTHS]
+    calls = [service.check(ids, exactly=exactly) for ids in prompts]
+    return list(await asyncio.gather(*calls))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_doubled_and_overtaken_frames_change_nothing(
+    service: Any, proxy: Any, prompt: Any, kinds: Any, seed: int
+) -> None:
+    deeds = [lambda draw: proxy.TWICE, lambda draw: proxy.later(draw.uniform(0.0, 0.08))]
+    service.traffic.reset(proxy.seeded(seed, 0.5, deeds))
+    effect = kinds.Fault("frames", lambda: None, lambda: service.traffic.count("twice") >= 3)
+    load = lambda: ask_all(service, prompt, exactly=True)  # noqa: E731  # one line, used once
+    answers = await kinds.Scenario(load, [effect], [service.pulse]).run()
+    assert [answer.error for answer in answers] == [None] * 4
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_lost_frames_cost_an_attempt_or_one_explicit_error(
+    service: Any, proxy: Any, prompt: Any, kinds: Any, seed: int
+) -> None:
+    service.traffic.reset(proxy.seeded(seed, 0.06, [lambda draw: proxy.DROP]))
+    effect = kinds.Fault("frames", lambda: None, lambda: service.traffic.count("drop") >= 1)
+    load = lambda: ask_all(service, prompt, exactly=False)  # noqa: E731
+    answers = await kinds.Scenario(load, [effect], [service.pulse]).run()
+    assert sum(answer.error is None for answer in answers) >= 2, answers
+
+
+def first(kind: str, towards: str = "") -> Any:
+    """The first frame of a kind in a request's first attempt."""
+    return lambda seen: (
+        (seen.kind, seen.nth, seen.key.epoch) == (kind, 1, 0) and towards in ("", seen.towards)
+    )
+
+
+def third_tokens(seen: Any) -> bool:
+    return seen.kind == "TokenBatch" and any(i.first_index == 2 for i in seen.message.items)
+
+
+def product(mode: str) -> str:
+    """The frame that carries what decode starts from, beside the blocks."""
+    return {"exact": "WindowReady", "replay": "BlocksReady", "state": "StateReady"}[mode]
+
+
+async def each_meets(
+    service: Any, proxy: Any, kinds: Any, prompts: list[Any], cases: list[Any], deed: Any
+) -> list[Any]:
+    """One request a case, all together: `deed` is done to the first frame that the case names."""
+    mine = {".".join(map(str, ids[:3])): case for ids, case in zip(prompts, cases, strict=True)}
+    met: set[str] = set()
+
+    def rule(seen: Any) -> Any:
+        hit = {label for label in seen.labels if label in mine and mine[label](seen)} - met
+        met.update(hit)
+        return deed if hit else proxy.PASS
+
+    async def load() -> list[Any]:
+        return list(await asyncio.gather(*(service.check(ids) for ids in prompts)))
+
+    service.traffic.reset(rule)
+    effect = kinds.Fault("frames", lambda: None, lambda: len(met) == len(cases))
+    return await kinds.Scenario(load, [effect], [service.pulse]).run()
+
+
+def one_of_each(mode: str) -> list[Any]:
+    return [
+        *(first("PrefillJob"), first("BlocksReady"), first(product(mode)), first("HandoffAck")),
+        *(first("PrefillDone", "decode"), first("PrefillDone", "router"), third_tokens),
+    ]
+
+
+async def test_every_kind_of_frame_five_seconds_late(
+    service: Any, proxy: Any, prompt: Any, kinds: Any, mode: str
+) -> None:
+    """Longer than every lease here: what comes then is of an older epoch, or news to nobody."""
+    cases = [*one_of_each(mode), first("DecodeJob")]
+    prompts = [prompt(300 + 20 * i, f"late {i}") for i in range(len(cases))]
+    await each_meets(service, proxy, kinds, prompts, cases, proxy.later(5.0))
+
+
+async def test_every_kind_of_frame_lost_once(
+    service: Any, proxy: Any, prompt: Any, kinds: Any, mode: str
+) -> None:
+    """What decode must be told is told again by another attempt. (A decode that says nothing at all
+    ends at the deadline: tests/router/test_ends.py. A socket loses no frame by itself.)"""
+    cases = one_of_each(mode)
+    prompts = [prompt(310 + 20 * i, f"lost {i}") for i in range(len(cases))]
+    await each_meets(service, proxy, kinds, prompts, cases, proxy.DROP)
