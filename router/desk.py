@@ -78,6 +78,7 @@ class Desk:
     ) -> None:
         self.ledger = ledger
         self.retries = settings.retries
+        self.crashes = settings.crashes
         self.resumes = settings.resumes
         self.late: Counter[str] = Counter()
         self.routed: Counter[tuple[str, ...]] = Counter()
@@ -350,6 +351,7 @@ class Desk:
     def on_lost(self, replica: Replica) -> None:
         lost = ReplicaLost(f"{replica.name} was lost")
         for ticket in tuple(self._live.values()):
+            ticket.note_lost(replica)
             if replica.role is Role.VISION:
                 ticket.sight.failed(replica, lost)
             elif replica in (ticket.decode, ticket.prefill):

@@ -97,6 +97,8 @@ class Ticket:
         self._received = as_token_ids(())  # the answer's tokens so far, over all attempts
         self._resumed_at = 0  # how many of them this attempt was given
         self._barren = 0  # attempts in a row that gave no token
+        self._ran_on: set[str] = set()  # replicas that ran it since its last token
+        self._crashes = 0  # how many of those were lost
         self._cached: int | None = None  # `cached_tokens` as of the first resume
         self._given = False  # whether a piece with tokens was given in this attempt
         self._decode_done = False
@@ -195,7 +197,8 @@ class Ticket:
             return False
         self._received.extend(token_ids)
         if token_ids:
-            self._barren = 0
+            self._barren = self._crashes = 0
+            self._ran_on = {self.decode.key} if self.decode is not None else set()
         if item.finish is not None:
             self._decode_done = True
             self.times = item.times
@@ -212,6 +215,13 @@ class Ticket:
             if self.prefill is not None and charge.replica == self.prefill.key:
                 self._desk.ledger.close(charge)
         self._arrived.set()
+
+    def note_lost(self, replica: Replica) -> None:
+        """A replica is gone. If it ran this request, whatever attempt that was, the request may be
+        what killed it; a token shows that it got past that point."""
+        if replica.key in self._ran_on:
+            self._ran_on.discard(replica.key)
+            self._crashes += 1
 
     def trouble(self, error: HeadraceError, *, retryable: bool, replica: Replica | None) -> bool:
         """A replica gave the attempt up or is gone; False when that no longer matters."""
@@ -258,6 +268,7 @@ class Ticket:
     def _commit(self, route: Route) -> None:
         self.decode = self._desk.replica(route.decode.key)
         self.prefill = self._desk.replica(route.prefill.key) if route.prefill else None
+        self._ran_on |= {r.key for r in (self.decode, self.prefill) if r is not None}
         work, ledger = route.work, self._desk.ledger
         rows = work.plan.encoder_rows
         if self.prefill is not None:
@@ -294,6 +305,11 @@ class Ticket:
         if self._decode_done:  # its end came in right behind the trouble
             return False
         resume = bool(self._received) and self._desk.resumes > 0
+        if self._crashes >= self._desk.crashes:
+            raise ReplicaLost(
+                f"{self._crashes} replicas were lost in a row while they ran this request",
+                code="request_quarantined",
+            )
         if not trouble.retryable or not self._may_repeat(resume):
             raise trouble.error
         log.warning("%s: another attempt after: %s", self.key, trouble.error.message)

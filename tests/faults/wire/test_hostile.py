@@ -19,7 +19,14 @@ from headrace.core.frames import HEADER_BYTES, FrameCodec
 from headrace.core.ids import BootId
 from headrace.core.limits import WireLimits
 from headrace.core.link import parse_address
-from headrace.core.messages import MESSAGES, BlocksReady, Hello, PrefillDone, WindowReady
+from headrace.core.messages import (
+    MESSAGES,
+    BlocksReady,
+    Hello,
+    LoadReport,
+    PrefillDone,
+    WindowReady,
+)
 from headrace.core.peers import introduce
 from headrace.core.rows import record_position
 from headrace.core.states import ReplicaState
@@ -58,8 +65,8 @@ class Stranger:
         self.codec = FrameCodec(replica.role.token, CAP)
         self._hello = Hello(Role.ROUTER, "router-9", BootId("x"), "test", None)
 
-    async def say(self, *frames: bytes, greet: bool = True) -> bytes:
-        """Send, and read until the role closes; what it said after its own Hello."""
+    async def say(self, *frames: bytes, greet: bool = True) -> list[Any]:
+        """Send, and read until the role closes; what it said beside its Hello and its load."""
         _, host, port = parse_address(self._address)
         async with asyncio.timeout(15):
             reader, writer = await asyncio.open_connection(host, port)
@@ -74,7 +81,12 @@ class Stranger:
             except ConnectionError:
                 rest = b""
             writer.transport.abort()
-        return rest
+        said = []
+        while len(rest) >= HEADER_BYTES:
+            end = HEADER_BYTES + self.codec.payload_bytes(rest[:HEADER_BYTES])
+            said.append(MESSAGES.decode(rest[HEADER_BYTES:end]))
+            rest = rest[end:]
+        return [message for message in said if not isinstance(message, LoadReport)]
 
 
 def test_ten_thousand_spoiled_messages_are_messages_or_wire_errors(samples: Any) -> None:
@@ -103,11 +115,11 @@ async def test_bad_frames_close_their_connection_and_are_counted(
     for greet in (True, False):
         for name, frame in samples.bad_frames(stranger.codec, other):
             before, peers = server.refused, len(server.peers)
-            assert await stranger.say(frame, greet=greet) == b"", name
+            assert await stranger.say(frame, greet=greet) == [], name
             assert (server.refused, len(server.peers)) == (before + 1, peers), name
     # The header alone ends it: no byte of the payload is waited for.
     before = server.refused
-    assert await stranger.say(other.encode(b"x" * 100)[:HEADER_BYTES]) == b""
+    assert await stranger.say(other.encode(b"x" * 100)[:HEADER_BYTES]) == []
     assert server.refused == before + 1
     await service.pulse()
 
