@@ -35,6 +35,7 @@ from headrace.core.deployment import Deployment
 from headrace.core.errors import ConfigError
 from headrace.core.link import parse_address
 from headrace.core.request import HandoffMode
+from headrace.core.rows import Geometry
 
 if TYPE_CHECKING:
     from headrace.engine import EngineSettings
@@ -216,12 +217,14 @@ class ClusterConfig:
         name = self.deployment.model
         model = ModelConfig.load(name)
         window = model.sliding_window
-        keep = self.deployment.keep_for(window)
-        if keep < window:
+        geometry = Geometry(window, model.n_encoder_layers, model.n_decoder_layers)
+        keep = self.deployment.keep_for(geometry)
+        if geometry.has_decoder_half and keep < window:
             raise ConfigError(
                 f"deployment.keep_tokens must be 0 or at least {window}, the window of {name},"
                 f" got {keep}"
             )
+        geometry.check_keep(keep)
         least = -(-(keep + window) // BLOCK_TOKENS) + 1  # keep and window, and one to go on in
         if engine.n_blocks < least:
             raise ConfigError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from headrace.core.errors import ConfigError
 from headrace.core.limits import EdgeLimits, LeaseTimes, WireLimits
 from headrace.core.request import HandoffMode
+from headrace.core.rows import Geometry
 
 NUMERICS = ("auto", "invariant", "fast")  # auto: invariant on CPU, fast on GPU
 MAX_SEED = 2**63 - 1
@@ -16,7 +17,7 @@ MAX_LEASE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Shared settings. `keep_tokens` 0 stands for the model's default W + 12, and
+    """Shared settings. `keep_tokens` 0 stands for the model's default (`Geometry.keep_for`), and
     `replay_depth_tokens` (mode `replay` only) 0 for W."""
 
     model: str = "t2"
@@ -73,9 +74,9 @@ class Deployment:
                 f"record_spacing_tokens must be a multiple of 128, got {self.record_spacing_tokens}"
             )
 
-    def keep_for(self, window_tokens: int) -> int:
-        """The keep in force for a model's window: the configured one, or W + 12."""
-        return self.keep_tokens or window_tokens + 12
+    def keep_for(self, geometry: Geometry) -> int:
+        """The keep in force for a model: the configured one, or its default."""
+        return geometry.keep_for(self.keep_tokens)
 
     def depth_for(self, window_tokens: int) -> int | None:
         """Rows of a replay in mode `replay`: the configured ones, or W; None in other modes."""

@@ -10,7 +10,12 @@ whole blocks; keep = decoder rows kept in prefill; W window. From docs/architect
 
 Encoder rows are [start, N), with the first decoder layer's KV source on the same rows; decoder rows
 are [F, N) with F = max(0, N - keep). Global KV is written from the write floor H on, never below.
-Everything here is a pure function of its arguments.
+
+A model without a decoder half (V4) runs every row through all layers: nothing is truncated, and
+what runs again at the end of a prompt is its last row alone, for its logits. So its keep is 1, and
+R = floor_g(min(H, N-1)), the grain whose window record has all layers' windows and what overlapping
+compressors carry; a resume is a prompt of M tokens. Everything here is a pure function of its
+arguments.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from enum import StrEnum
 
 from headrace.core.chain import BLOCK_TOKENS
 from headrace.core.errors import ConfigError
+from headrace.core.windows import bounded_start, check_keep
 
 GRAIN = BLOCK_TOKENS
 
@@ -42,16 +48,18 @@ class StartKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The numbers of a model that decide which rows must run."""
+    """The numbers of a model that decide which rows run. `n_decoder_layers` 0: no decoder half,
+    and the encoder layers are all layers."""
 
     window_tokens: int
     n_encoder_layers: int
     n_decoder_layers: int
 
     def __post_init__(self) -> None:
-        for name in ("window_tokens", "n_encoder_layers", "n_decoder_layers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        bounds = (("window_tokens", 1), ("n_encoder_layers", 1), ("n_decoder_layers", 0))
+        for name, least in bounds:
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
     @property
     def replay_rows(self) -> int:
@@ -61,20 +69,41 @@ class Geometry:
     @property
     def exact_keep_tokens(self) -> int:
         """The keep from which a truncated prefill equals an untruncated one for the last row."""
+        if not self.has_decoder_half:
+            return 1
         return self.window_tokens + (self.n_decoder_layers - 1) * (self.window_tokens - 1)
 
+    @property
+    def has_decoder_half(self) -> bool:
+        return self.n_decoder_layers > 0
+
+    def keep_for(self, configured_tokens: int) -> int:
+        """The keep in force: the configured one, or for 0 the default, W + 12 (without a decoder
+        half 1)."""
+        return configured_tokens or (self.window_tokens + 12 if self.has_decoder_half else 1)
+
     def check_keep(self, keep_tokens: int) -> int:
-        """`keep_tokens` if legal. The drafter reads W rows, so keep < W is refused."""
-        if keep_tokens < self.window_tokens:
+        """`keep_tokens` if legal; raises `ConfigError`. The drafter reads W rows, so keep < W is
+        refused; without a decoder half there is nothing to keep and only 1 is legal."""
+        if self.has_decoder_half:
+            return check_keep(self.window_tokens, keep_tokens)
+        if keep_tokens != 1:
             raise ConfigError(
-                f"keep_tokens must be at least the window ({self.window_tokens}), got {keep_tokens}"
+                "keep_tokens must be 1 for a model without a decoder half (0 in a configuration),"
+                f" got {keep_tokens}"
             )
         return keep_tokens
+
+    def latest_start(self, n_tokens: int, hit_tokens: int, keep_tokens: int) -> int:
+        """R: no run of N tokens with a hit H may begin later."""
+        latest = max(0, min(hit_tokens, n_tokens - keep_tokens))
+        return latest if self.has_decoder_half else floor_grain(latest)
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
     """Rows of one run over known tokens. Half-open ranges; a row's position is its token's.
+    Without a decoder half rows from `decoder_start` on are those that may have logits.
 
     `decoder_floor` is the first position whose decoder window rows exist; `encoder_floor` the first
     position whose encoder window rows may be read (0 when started from a window record or cold)."""
@@ -103,8 +132,7 @@ def _start(
     """(start, kind, window position, encoder floor) for a latest start R. With a depth: that many
     rows before R whatever is stored, rounded down to even."""
     if depth_tokens is not None:
-        start = max(0, latest - depth_tokens)
-        start -= start % 2
+        start = bounded_start(latest, depth_tokens)
         whole = latest - start >= geometry.replay_rows
         kind = StartKind.REPLAY if whole else StartKind.BOUNDED
         return (start, kind, 0, start) if start else (0, StartKind.COLD, 0, 0)
@@ -145,7 +173,7 @@ def plan_decode(
     Raises `ValueError` on a hit that is not a multiple of 128 or exceeds N."""
     _check(n_tokens, hit_tokens, keep_tokens, geometry)
     first = max(0, n_tokens - keep_tokens)
-    latest = max(0, min(hit_tokens, first))
+    latest = geometry.latest_start(n_tokens, hit_tokens, keep_tokens)
     start, kind, window, floor = _start(latest, tuple(windows), geometry, depth_tokens)
     return RowPlan(start, n_tokens, first, hit_tokens, floor, first, kind, window)
 
@@ -195,6 +223,10 @@ def plan_resume(
     `first_decoder_row` is the F of the first run, which travels with the request."""
     if hit_tokens % GRAIN or not 0 <= hit_tokens <= known_tokens:
         raise ValueError(f"a hit is a multiple of {GRAIN} within {known_tokens}, got {hit_tokens}")
+    if not geometry.has_decoder_half:
+        return plan_decode(
+            known_tokens, hit_tokens, 1, windows, geometry, depth_tokens=depth_tokens
+        )
     w = geometry.window_tokens
     reach = w + (geometry.n_decoder_layers - 1) * (w - 1)
     decoder_start = max(first_decoder_row, known_tokens - reach)

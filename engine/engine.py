@@ -57,7 +57,9 @@ class Engine:
         clock: Clock = SYSTEM_CLOCK,
         poison: bool = False,
         backtrack_rows: int = 6,
+        ring_rows: int | None = None,
     ) -> None:
+        """Raises `ConfigError` for rings that hold less than a window and a verify step."""
         config = model.config
         self.model = model
         self.settings = settings
@@ -67,7 +69,7 @@ class Engine:
         )
         self.state = KvState(
             config,
-            CacheLayout.of(config, backtrack_rows),
+            CacheLayout.of(config, backtrack_rows, ring_rows=ring_rows),
             settings.n_blocks,
             settings.n_slots,
             model.numerics,

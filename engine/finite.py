@@ -1,8 +1,8 @@
 """Whether bytes that are about to be shared hold a NaN.
 
 Logits are looked at in every step, but the encoder half has none, and a block goes to others as
-soon as it is complete. The formats keep a NaN visible: a main entry with one has a scale of code
-0x7f or 0xff (e4m3, whose numbers end at 0x7e), a window row has such a code among its channels.
+soon as it is complete. The formats keep a NaN visible (`RowFormat.has_nan`). Index keys come from
+the same rows as main entries and are not looked at.
 """
 
 from __future__ import annotations
@@ -12,32 +12,31 @@ import torch
 
 from headrace.model import CacheLayout, KvState
 
-_E4M3_CODE = 0x7F  # without the sign: the one code that is no number
-
 
 class FiniteCheck:
-    """Reads scales only; holds the places of a layout's main scales."""
+    """Reads what may show a NaN of a layout's blocks and window records; holds nothing else."""
 
-    def __init__(self, layout: CacheLayout, device: torch.device) -> None:
-        places = []
-        for source in layout.sources:
-            rows = np.arange(source.rows_per_block) * source.main_row_bytes + source.main_offset
-            # hd/2 data bytes, then hd/16 scales: one ninth of the row
-            scales = np.arange(source.main_row_bytes * 8 // 9, source.main_row_bytes)
-            places.append((rows[:, None] + scales).ravel())
-        self._scales = torch.from_numpy(np.concatenate(places)).to(device)
-        self._row_bytes = layout.swa_row_bytes
-        self._row_channels = layout.swa_row_bytes * 32 // 33
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+        row_bytes = layout.n_encoder_layers * layout.window_record_rows * layout.swa_row_bytes
+        self._window_bytes = row_bytes
 
     def blocks(self, state: KvState, blocks: list[int]) -> bool:
         """Whether these complete blocks hold numbers only."""
-        return not any(
-            bool(((state.blocks[block][self._scales] & _E4M3_CODE) == _E4M3_CODE).any())
-            for block in blocks
-        )
+        form = self._layout.formats.main
+        for block in blocks:
+            payload = state.blocks[block]
+            for source in self._layout.sources:
+                end = source.main_offset + source.rows_per_block * source.main_row_bytes
+                rows = payload[source.main_offset : end].view(-1, source.main_row_bytes)
+                if form.has_nan(rows):
+                    return False
+        return True
 
     def window(self, payload: bytes) -> bool:
         """Whether a window record holds numbers only."""
-        rows = np.frombuffer(payload, dtype=np.uint8).reshape(-1, self._row_bytes)
-        channels = rows[:, : self._row_channels] & _E4M3_CODE
-        return not bool((channels == _E4M3_CODE).any())
+        data = np.frombuffer(payload, dtype=np.uint8)
+        rows = data[: self._window_bytes].reshape(-1, self._layout.swa_row_bytes)
+        if self._layout.formats.window.has_nan(torch.from_numpy(rows.copy())):
+            return False
+        return not bool(np.isnan(data[self._window_bytes :].view("<f4")).any())

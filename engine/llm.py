@@ -65,14 +65,14 @@ class LLM:
         settings: EngineSettings | None = None,
         poison: bool = False,
     ) -> None:
-        """`keep_tokens` 0 stands for W + 12. Raises `ConfigError`."""
+        """`keep_tokens` 0 stands for the model's default. Raises `ConfigError`."""
         deployment = Deployment(
             model=model, seed=seed, numerics=numerics, keep_tokens=keep_tokens, device=device
         )
         self.engine = load_engine(
             deployment, settings or EngineSettings(), Half.FULL, poison=poison
         )
-        self.keep_tokens = deployment.keep_for(self.engine.geometry.window_tokens)
+        self.keep_tokens = deployment.keep_for(self.engine.geometry)
         config = self.engine.model.config
         self.tokenizer = package_tokenizer(config.vocab_size)
         self._plain = _without_added_tokens(self.tokenizer)

@@ -6,7 +6,7 @@ from headrace.core.clock import SYSTEM_CLOCK, Clock
 from headrace.core.deployment import Deployment
 from headrace.engine.engine import Engine
 from headrace.engine.settings import EngineSettings, Half
-from headrace.model import load_named, resolve_numerics
+from headrace.model import ModelConfig, load_named, resolve_numerics
 
 __all__ = ["load_engine", "resolve_numerics"]
 
@@ -21,15 +21,17 @@ def load_engine(
 ) -> Engine:
     """Load the deployment's model and build an engine on it; seconds, not milliseconds.
 
-    Half.ENCODER loads the encoder half alone, and its slots have no rings of decoder layers.
+    Half.ENCODER loads the encoder half alone, and its slots have no rings of decoder layers; a
+    model without a decoder half (V4) is loaded whole.
     Raises `ConfigError` for an unknown model or a keep below its window."""
+    has_decoder_half = ModelConfig.load(deployment.model).n_decoder_layers > 0
     numerics = resolve_numerics(deployment.numerics, deployment.device)
     trunk = load_named(
         deployment.model,
         deployment.seed,
         numerics,
         deployment.device,
-        encoder_only=half is Half.ENCODER,
+        encoder_only=half is Half.ENCODER and has_decoder_half,
     )
     engine = Engine(
         trunk,
@@ -39,5 +41,5 @@ def load_engine(
         clock=clock,
         poison=poison,
     )
-    engine.geometry.check_keep(deployment.keep_for(engine.geometry.window_tokens))
+    engine.geometry.check_keep(deployment.keep_for(engine.geometry))
     return engine

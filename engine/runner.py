@@ -54,7 +54,7 @@ class Runner:
         self.state = state
         self.clock = clock
         self.on_logits: LogitsHook | None = None
-        self._finite = FiniteCheck(state.layout, state.device)
+        self._finite = FiniteCheck(state.layout)
         self._history = trunk.config.engram_max_ngram_size
         width = min(state.n_blocks * BLOCK_TOKENS, trunk.config.max_position_embeddings)
         # Ids lie behind max_ngram - 1 places that say "before the start of the text".

@@ -274,7 +274,7 @@ class Scheduler:
         come before its token. Raises `EngineDamaged` when the rows that ran are not the plan's."""
         parts = list(zip(result.plan.segments, result.segments, strict=True))
         ran = [segment for segment, part in parts if part.ran]
-        planned = (sum(s.encoder_rows for s in ran), sum(s.decoder_rows for s in ran))
+        planned = (sum(s.encoder_rows for s in ran), sum(map(self._decoder_rows, ran)))
         if planned != (result.encoder_rows, result.decoder_rows):
             raise EngineDamaged(
                 f"planned {planned[0]} encoder and {planned[1]} decoder rows,"
@@ -295,6 +295,9 @@ class Scheduler:
                 events.extend(self._advance_one(sequence, segment, part))
         return tuple(events)
 
+    def _decoder_rows(self, segment: Segment) -> int:
+        return segment.decoder_rows if self.geometry.has_decoder_half else 0
+
     def take_pending(self) -> tuple[Event, ...]:
         """Events that no step produces, each delivered once."""
         pending, self._pending = tuple(self._pending), []
@@ -307,7 +310,7 @@ class Scheduler:
         assert plan is not None
         sequence.next_row = segment.end
         sequence.encoder_rows += segment.encoder_rows
-        sequence.decoder_rows += segment.decoder_rows
+        sequence.decoder_rows += self._decoder_rows(segment)
         yield from self._complete_blocks(sequence)
         if part.window is not None:
             yield WindowDone(sequence.key, segment.end, part.window)

@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 
-from headrace.kernels import attention, compressor, engram, formats, indexer, mhc, moe, norms, rope
+from headrace.kernels import (
+    attention,
+    compressor,
+    engram,
+    formats,
+    indexer,
+    mhc,
+    moe,
+    norms,
+    rope,
+    rope_rows,
+)
 
 Op = Callable[..., Any]
 
@@ -22,16 +33,21 @@ class Kernels:
     """One function per operation; the contracts stand at the torch references."""
 
     rms_norm: Op = norms.rms_norm
+    unit_norm: Op = norms.unit_norm
     rotate_: Op = rope.rotate_
     mixes: Op = mhc.mixes
+    head_gates: Op = mhc.head_gates
     collapse: Op = mhc.collapse
     expand: Op = mhc.expand
     attend: Op = attention.attend
     pool: Op = compressor.pool
+    pool_overlapped: Op = compressor.pool_overlapped
+    hadamard: Op = indexer.hadamard
     index_scores: Op = indexer.index_scores
     select_top: Op = indexer.select_top
     candidate_entries: Op = indexer.candidate_entries
     route: Op = moe.route
+    route_to: Op = moe.route_to
     expert_sum: Op = moe.expert_sum
     shared_expert: Op = moe.shared_expert
     add_engram: Op = engram.add_engram
@@ -42,6 +58,10 @@ class Kernels:
     round_mxfp4: Op = formats.round_mxfp4
     quantize_nvfp4_rows: Op = formats.quantize_nvfp4_rows
     dequantize_nvfp4_rows: Op = formats.dequantize_nvfp4_rows
+    quantize_rope_rows: Op = rope_rows.quantize_rope_rows
+    dequantize_rope_rows: Op = rope_rows.dequantize_rope_rows
+    pack_float_rows: Op = rope_rows.pack_float_rows
+    unpack_float_rows: Op = rope_rows.unpack_float_rows
 
 
 OPERATIONS = tuple(f.name for f in fields(Kernels))

@@ -61,17 +61,22 @@ def _look_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return flat.view(codes.shape)
 
 
-def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """e4m3 bytes nearest to x, ties to even, |x| clamped to 448.
+def narrow(x: torch.Tensor) -> torch.Tensor:
+    """float32 that rounds to any narrower format as x itself does; other dtypes pass.
 
     float64 goes to float32 by truncation with a sticky last bit ("round to odd"): a second
-    rounding to a narrower format then gives what one rounding from float64 gives.
+    rounding then gives what one rounding from float64 gives.
     """
-    x = _wide(x).clamp(-_E4M3_MAX, _E4M3_MAX)
-    if x.dtype == torch.float64:
-        bits = x.view(torch.int64)
-        x = ((bits | ((bits & _STICKY_MASK) + _STICKY_MASK)) & ~_STICKY_MASK).view(torch.float64)
-        x = x.to(torch.float32)
+    if x.dtype != torch.float64:
+        return x
+    bits = x.contiguous().view(torch.int64)
+    odd = ((bits | ((bits & _STICKY_MASK) + _STICKY_MASK)) & ~_STICKY_MASK).view(torch.float64)
+    return odd.to(torch.float32)
+
+
+def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """e4m3 bytes nearest to x, ties to even, |x| clamped to 448."""
+    x = narrow(_wide(x).clamp(-_E4M3_MAX, _E4M3_MAX))
     return x.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
@@ -104,7 +109,12 @@ def decode_e2m1(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return flat.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
-def _e8m0_scale(
+def e8m0_values(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """2^(byte-127) of E8M0 bytes."""
+    return _look_up(_e8m0_table(dtype, codes.device, False), codes)
+
+
+def e8m0_scale(
     groups: torch.Tensor, floor: float, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """E8M0 bytes [..., g] and reciprocal scales [..., g, 1] of groups [..., g, size]."""
@@ -120,7 +130,7 @@ def _e8m0_scale(
 def quantize_fp8_rows(x: torch.Tensor) -> torch.Tensor:
     """[..., c] values -> uint8 [..., c + c/32]: e4m3 data, then E8M0 scales."""
     groups = _grouped(_wide(x), FP8_GROUP)
-    scales, reciprocal = _e8m0_scale(groups, 1e-4, _E4M3_MAX)
+    scales, reciprocal = e8m0_scale(groups, 1e-4, _E4M3_MAX)
     data = encode_e4m3(groups * reciprocal).flatten(-2)
     return torch.cat((data, scales), dim=-1)
 
@@ -131,14 +141,14 @@ def dequantize_fp8_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     table = _e4m3_table(dtype, rows.device)
     codes = rows.reshape(-1).to(torch.int32)
     values = table.index_select(0, codes).view(rows.shape)[..., :-n_scales]
-    scales = _look_up(_e8m0_table(dtype, rows.device, False), rows[..., -n_scales:])
+    scales = e8m0_values(rows[..., -n_scales:], dtype)
     return (_grouped(values, FP8_GROUP) * scales.unsqueeze(-1)).flatten(-2)
 
 
 def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., c] values -> packed e2m1 [..., c/2] and E8M0 scales [..., c/32]."""
     groups = _grouped(_wide(x), MXFP4_GROUP)
-    scales, reciprocal = _e8m0_scale(groups, _E2M1_MAX * 2.0**-126, _E2M1_MAX)
+    scales, reciprocal = e8m0_scale(groups, _E2M1_MAX * 2.0**-126, _E2M1_MAX)
     return pack_nibbles(encode_e2m1(groups * reciprocal).flatten(-2)), scales
 
 
@@ -147,7 +157,7 @@ def dequantize_mxfp4(
 ) -> torch.Tensor:
     """Packed e2m1 [..., c/2] and E8M0 scales [..., c/32] -> [..., c]."""
     values = _grouped(decode_e2m1(packed, dtype), MXFP4_GROUP)
-    scale = _look_up(_e8m0_table(dtype, packed.device, False), scales)
+    scale = e8m0_values(scales, dtype)
     return (values * scale.unsqueeze(-1)).flatten(-2)
 
 

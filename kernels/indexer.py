@@ -29,6 +29,22 @@ def index_scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> 
     return total
 
 
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """x [..., d] times the orthonormal Hadamard matrix, d a power of two.
+
+    Spreads outliers before quantisation (V4); dot products of two rotated vectors are those of
+    the vectors. Butterflies in a fixed order: a row's bits do not depend on the others.
+    """
+    d, half = x.shape[-1], 1
+    y = x * d**-0.5
+    while half < d:
+        pairs = y.view(*x.shape[:-1], -1, 2, half)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        y = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        half *= 2
+    return y
+
+
 def select_top(scores: torch.Tensor, k: int, width: int) -> torch.Tensor:
     """The k best entries of every row, ascending, -1 padded: int64 [n, width], width >= k.
 

@@ -135,6 +135,23 @@ def _mixes_floats(
     return mixed[:, :4], mixed[:, 4:8], mixed[:, 8:].view(-1, 4, 4)
 
 
+def head_gates(
+    h: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm_eps: float,
+    eps: float,
+) -> torch.Tensor:
+    """pre [n, hc] of V4's last collapse of streams h [n, hc, D], in fn's dtype.
+
+    `fn` is [hc * D, hc] (transposed), base [hc], scale [1].
+    """
+    flat = as_dtype(h.flatten(1), fn.dtype)
+    mean = torch.linalg.vecdot(flat, flat).unsqueeze(-1) * (1.0 / flat.shape[1])
+    return torch.sigmoid((flat @ fn) * torch.rsqrt(mean + norm_eps) * scale + base) + eps
+
+
 def collapse(h: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
     """sum_i pre_i H_i: [n, hc, D], [n, hc] -> [n, D] in h's dtype."""
     wide = torch.bmm(pre.unsqueeze(1), as_dtype(h, pre.dtype)).squeeze(1)

@@ -22,8 +22,20 @@ def route(
     s = torch.sqrt(softplus(as_dtype(x, gate.dtype) @ gate))
     order = torch.sort(s + bias, dim=-1, descending=True, stable=True).indices
     experts = order[:, :top_k]
-    chosen = s.gather(1, experts)
-    return experts, chosen * (factor / (chosen.sum(-1, keepdim=True) + 1e-20))
+    return experts, _weights(s, experts, factor)
+
+
+def route_to(
+    x: torch.Tensor, gate: torch.Tensor, experts: torch.Tensor, factor: float
+) -> torch.Tensor:
+    """Weights [n, k] (gate's dtype) of rows x [n, D] for experts int64 [n, k] chosen by token id
+    (V4's hash-routed layers)."""
+    return _weights(torch.sqrt(softplus(as_dtype(x, gate.dtype) @ gate)), experts, factor)
+
+
+def _weights(scores: torch.Tensor, experts: torch.Tensor, factor: float) -> torch.Tensor:
+    chosen = scores.gather(1, experts)
+    return chosen * (factor / (chosen.sum(-1, keepdim=True) + 1e-20))
 
 
 def activate(gate_up: torch.Tensor, limit: float) -> torch.Tensor:

@@ -24,3 +24,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.to(weight.dtype)
     scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
     return (wide * scale * weight).to(x.dtype)
+
+
+def unit_norm(x: torch.Tensor, eps: float, wide: torch.dtype) -> torch.Tensor:
+    """x * rsqrt(mean(x^2) + eps) over the last axis, in `wide`, cast to x's dtype (V4)."""
+    y = as_dtype(x, wide)
+    return as_dtype(y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps), x.dtype)

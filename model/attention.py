@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from headrace.kernels import Kernels
 from headrace.model.config import LayerKind, ModelConfig
-from headrace.model.layout import CacheLayout, SourceLayout
-from headrace.model.params import LayerParams
+from headrace.model.layout import CacheLayout, SourceLayout, TailLayout
+from headrace.model.params import CompressorParams, LayerParams
 from headrace.model.plan import CallPlan, GroupWrites, HalfPlan, Segment
+from headrace.model.row_format import RowFormat, RowKind
 from headrace.model.state import KvState
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -42,16 +44,23 @@ class Capture:
 
 
 def project_rows(
-    c: ModelConfig, k: Kernels, p: LayerParams, x: torch.Tensor, phase: torch.Tensor
+    c: ModelConfig,
+    k: Kernels,
+    p: LayerParams,
+    x: torch.Tensor,
+    phase: torch.Tensor,
+    window: RowFormat,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query latents [n, q_lora], rotated queries [n, heads, hd] and packed window keys of x [n, D]
-    at the positions of `phase`."""
+    """Query latents [n, q_lora], rotated queries [n, heads, hd] and window keys of x [n, D], packed
+    as `window` says, at the positions of `phase`."""
     projected = x @ p.qkv
     qr = k.rms_norm(projected[:, : c.q_lora_rank], p.q_norm, c.rms_norm_eps)
     q = (qr @ p.wq_b).view(-1, c.num_attention_heads, c.head_dim)
+    if c.is_v4:
+        q = k.unit_norm(q, c.rms_norm_eps, p.q_norm.dtype)
     k.rotate_(q, phase)
     keys = k.rms_norm(projected[:, c.q_lora_rank :], p.kv_norm, c.rms_norm_eps)
-    return qr, q, k.quantize_fp8_rows(k.rotate_(keys, phase))
+    return qr, q, window.encode(k, k.rotate_(keys, phase))
 
 
 def project_output(
@@ -100,39 +109,59 @@ class Attention:
         if params is None:
             raise ValueError(f"layer {p.spec.index} is no kv source")
         writes, k, eps = self.plan.writes[p.spec.ratio], self.kernels, self.config.rms_norm_eps
-        if p.spec.ratio == 1:
-            latent = (
-                x[writes.rows] @ params.project
-                if writes.count != x.shape[0]
-                else (x @ params.project)
-            )
-        else:
-            latent = self._pooled(p, x, writes)
+        tails = self.layout.layer_tails(p.spec.index)
+        latent = self._latents(params.main, x, writes, tails[0] if tails else None)
+        index = None
+        if params.index is not None:
+            index = self._latents(params.index, x, writes, tails[1])
         if not writes.count:
             return
-        latent = k.rms_norm(latent, params.norm, eps)
-        index = k.rms_norm(latent @ params.index_k, params.index_norm, eps)
-        packed, scales = k.quantize_mxfp4(k.rotate_(index, group_phase))
-        main = k.quantize_nvfp4_rows(k.rotate_(latent, group_phase))
+        if params.index_k is not None:
+            index = k.rms_norm(latent @ params.index_k, params.index_norm, eps)
         source = self.layout.source(p.spec.index)
-        main_view, data_view, scale_view = self._source_views(source)
-        main_view[writes.blocks, writes.entries] = main
-        data_view[writes.blocks, writes.entries] = packed
-        scale_view[writes.blocks, writes.entries] = scales
+        if index is not None:
+            data_view, scale_view = self._index_views(source)
+            data, scales = self._encode_index(k.rotate_(index, group_phase))
+            data_view[writes.blocks, writes.entries] = data
+            scale_view[writes.blocks, writes.entries] = scales
+        main = self.layout.formats.main.encode(k, k.rotate_(latent, group_phase))
+        self._main_view(source)[writes.blocks, writes.entries] = main
         self.groups_written += writes.count
 
-    def _source_views(self, s: SourceLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Main rows, index data, index scales of a source: views [n_blocks, rows, bytes]."""
-        blocks, rows = self.state.blocks, s.rows_per_block
+    def _latents(
+        self, c: CompressorParams, x: torch.Tensor, w: GroupWrites, tail: TailLayout | None
+    ) -> torch.Tensor:
+        """Normed entries [groups, channels] before rotation; the tail takes this call's rows."""
+        if tail is None:  # ratio 1: nothing to pool
+            latent = x[w.rows] @ c.project if w.count != x.shape[0] else (x @ c.project)
+        else:
+            latent = self._pooled(c, x, w, tail)
+        if not w.count:
+            return latent
+        return self.kernels.rms_norm(latent, c.norm, self.config.rms_norm_eps)
 
-        def view(offset: int, width: int) -> torch.Tensor:
-            return blocks[:, offset : offset + rows * width].view(-1, rows, width)
+    def _main_view(self, s: SourceLayout) -> torch.Tensor:
+        """Main rows of a source, a view [n_blocks, rows, bytes]."""
+        return self._section(s.main_offset, s.rows_per_block, s.main_row_bytes)
 
-        return (
-            view(s.main_offset, s.main_row_bytes),
-            view(s.index_data_offset, s.index_data_bytes),
-            view(s.index_scale_offset, s.index_scale_bytes),
-        )
+    def _index_views(self, s: SourceLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Index data and scales of a source that has them: views [n_blocks, rows, bytes]."""
+        rows = s.rows_per_block
+        data = self._section(s.index_data_offset, rows, s.index_data_bytes)
+        return data, self._section(s.index_scale_offset, rows, s.index_scale_bytes)
+
+    def _section(self, offset: int, rows: int, width: int) -> torch.Tensor:
+        blocks = self.state.blocks
+        part = blocks[:, offset : offset + rows * width]
+        return part.view(blocks.shape[0], rows, width)
+
+    def _encode_index(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Data and scale bytes of rotated index keys [g, ihd]."""
+        k, form = self.kernels, self.layout.formats.index
+        if form.kind is RowKind.FLOAT32:
+            return form.encode(k, x), x.new_empty((x.shape[0], 0), dtype=torch.uint8)
+        data, scales = k.quantize_mxfp4(k.hadamard(x) if self.config.is_v4 else x)
+        return data, scales
 
     def _main_words(self, s: SourceLayout) -> torch.Tensor:
         """Main rows of a source in the widest integers that divide them: gathers go by element."""
@@ -141,20 +170,28 @@ class Attention:
         first, count = s.main_offset // size, s.rows_per_block * s.main_row_bytes // size
         return words[:, first : first + count].view(-1, s.rows_per_block, s.main_row_bytes // size)
 
-    def _pooled(self, p: LayerParams, x: torch.Tensor, w: GroupWrites) -> torch.Tensor:
-        params = p.compressor
-        assert params is not None
-        tails = self.state.tails[:, self.layout.tail_layers.index(p.spec.index)]
-        both = (x.to(params.project.dtype) @ params.project).unflatten(-1, (2, -1))
-        latent = x.new_empty((0, self.config.head_dim))
+    def _pooled(
+        self, c: CompressorParams, x: torch.Tensor, w: GroupWrites, t: TailLayout
+    ) -> torch.Tensor:
+        ring, wide = self.state.tail(t), c.project.dtype
+        both = (x.to(wide) @ c.project).unflatten(-1, (2, -1))
+        if c.ape is not None:
+            both[:, 0] += c.ape[self.plan.encoder.positions % t.ratio]
+            # What a window record carries is what is used: float32 in either numerics class.
+            both = both.to(self.state.tail_dtype).to(wide)
+        latent = x.new_empty((0, t.width))
         if w.count:
-            kept = tails[w.slots.unsqueeze(-1), w.earlier_tail]
+            kept = ring[w.slots.unsqueeze(-1), w.earlier_tail].to(wide)
             inside = w.earlier_in_call[..., None, None]
             earlier = torch.where(inside, both[w.earlier_rows], kept)
             group = torch.cat((earlier, both[w.rows].unsqueeze(1)), dim=1)
-            latent = self.kernels.pool(group[:, :, 0], group[:, :, 1]).to(x.dtype)
+            z, v = group[:, :, 0], group[:, :, 1]
+            if w.absent is None:
+                latent = self.kernels.pool(z, v).to(x.dtype)
+            else:
+                latent = self.kernels.pool_overlapped(z, v, w.absent).to(x.dtype)
         # Read before stored: a call longer than the tail ring overwrites what it read.
-        tails[self.plan.tail_slots, self.plan.tail_ring] = both[self.plan.tail_rows]
+        ring[w.tail_slots, w.tail_ring] = both[w.tail_rows].to(ring.dtype)
         return latent
 
     # ---- selection -------------------------------------------------------------------------
@@ -166,7 +203,7 @@ class Attention:
         assert params is not None and kv_source is not None
         source = self.layout.source(kv_source)
         q = (qr @ params.wq).view(s.plan.n, c.index_n_heads, c.index_head_dim)
-        q = k.round_mxfp4(k.rotate_(q, s.compressed_phase))
+        q = self._round_index(k.rotate_(q, s.compressed_phase))
         weights = (x @ params.weights) * (c.index_n_heads**-0.5 * c.index_head_dim**-0.5)
         visible = s.plan.visible[source.ratio]
         is_candidate_source = p.spec.index == c.candidate_source_layer_id
@@ -222,13 +259,33 @@ class Attention:
         """Index keys [sequences, entries, ihd] of a segment, decoded once per call and half."""
         key = (source.layer, number)
         if key not in s.index_keys:
-            _, data_view, scale_view = self._source_views(source)
+            data_view, scale_view = self._index_views(source)
             total = segment.longest // source.ratio
-            tables = segment.tables
+            tables, wide = segment.tables, self.state.accumulate
             data = data_view[tables].flatten(1, 2)[:, :total]
-            scales = scale_view[tables].flatten(1, 2)[:, :total]
-            s.index_keys[key] = self.kernels.dequantize_mxfp4(data, scales, self.state.tail_dtype)
+            form = self.layout.formats.index
+            if form.kind is RowKind.FLOAT32:
+                s.index_keys[key] = form.decode(self.kernels, data, wide)
+            else:
+                scales = scale_view[tables].flatten(1, 2)[:, :total]
+                s.index_keys[key] = self.kernels.dequantize_mxfp4(data, scales, wide)
         return s.index_keys[key]
+
+    def _round_index(self, q: torch.Tensor) -> torch.Tensor:
+        """Index queries as their keys are stored."""
+        k = self.kernels
+        if self.layout.formats.index.kind is RowKind.FLOAT32:
+            return q
+        return k.round_mxfp4(k.hadamard(q) if self.config.is_v4 else q)
+
+    def look_at_all(self, p: LayerParams, s: HalfScratch) -> None:
+        """A heavy layer's selection: every entry that is visible to the row."""
+        source = self.layout.source(p.spec.index)
+        visible = s.plan.visible[source.ratio].unsqueeze(-1)
+        width = max(g.longest for g in s.plan.segments) // source.ratio
+        entry = torch.arange(width, device=visible.device).expand(s.plan.n, width)
+        s.selection = entry.masked_fill(entry >= visible, -1)
+        self._gather_main(source, s)
 
     def _gather_main(self, source: SourceLayout, s: HalfScratch) -> None:
         selection = s.selection
@@ -242,7 +299,7 @@ class Attention:
         rows = self._main_words(source)[block, entry % source.rows_per_block].view(torch.uint8)
         # Bytes of dead entries may decode to NaN, which a weight of zero would not silence.
         rows.masked_fill_(dead.unsqueeze(-1), 0)
-        s.main = self.kernels.dequantize_nvfp4_rows(rows, self.state.tail_dtype)
+        s.main = self.layout.formats.main.decode(self.kernels, rows, self.state.accumulate)
         s.main_dead = dead
 
     # ---- one sublayer ----------------------------------------------------------------------
@@ -252,9 +309,11 @@ class Attention:
         c, k = self.config, self.kernels
         phase = s.compressed_phase if p.compressed_rope else s.base_phase
         back = s.compressed_back if p.compressed_rope else s.base_back
-        qr, q, own = project_rows(c, k, p, x, phase)
+        qr, q, own = project_rows(c, k, p, x, phase, self.layout.formats.window)
         if p.index is not None:
             self.select(p, x, qr, s)
+        elif p.spec.kind is LayerKind.HEAVY:
+            self.look_at_all(p, s)
         use_main = p.spec.kind is not LayerKind.SWA_ONLY and s.main is not None
         windows = self._windows(p.spec.index, own, s.plan)
         parts = []
@@ -283,7 +342,8 @@ class Attention:
         rings = self.state.rings.view(-1, self.layout.swa_row_bytes)[
             layer * self.layout.ring_rows :
         ]
-        dtype, decode = self.state.tail_dtype, self.kernels.dequantize_fp8_rows
+        decode = partial(self.layout.formats.window.decode, self.kernels)
+        dtype = self.state.accumulate
         histories: dict[int, torch.Tensor] = {}
         for number, segment in enumerate(plan.segments):
             if segment.history_dead is not None:

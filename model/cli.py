@@ -27,6 +27,7 @@ from headrace.model.checkpoint import (
     Selection,
     convert,
     read_config,
+    released_quantisation,
     tensors_digest,
     totals_by_part,
     write_random,
@@ -56,7 +57,7 @@ ModelName = Annotated[
     str,
     typer.Argument(
         metavar="CONFIG",
-        help="A model of the package (flash, t1, t2, toy), a config.json or a checkpoint folder.",
+        help="A model of the package (flash, v4-flash, ..), a config.json or a checkpoint.",
         show_default=False,
     ),
 ]
@@ -67,7 +68,10 @@ ShardSize = Annotated[
     str, typer.Option("--max-shard", help="Most bytes of tensors in a file, e.g. 5GB.")
 ]
 Prefix = Annotated[bool, typer.Option("--prefix", help="Write names with a leading `model.`.")]
-Block = Annotated[int, typer.Option("--block", help="Side of a dense FP8 block: 32 or 128.")]
+Block = Annotated[
+    int | None,
+    typer.Option("--block", help="Side of a dense FP8 block: 32 or 128; as released by default."),
+]
 Experts = Annotated[str, typer.Option("--experts", help="Routed experts: fp4 or fp8.")]
 Plain = Annotated[bool, typer.Option("--bf16", help="Do not quantise at all.")]
 
@@ -111,11 +115,15 @@ def _release(name: str) -> ReleaseConfig:
         return read_config(read_json(path / CONFIG_NAME))
     if name.endswith(".json") or "/" in name:
         return read_config(read_json(path))
-    return ReleaseConfig(ModelConfig.load(name), Quantisation())
+    config = ModelConfig.load(name)
+    return ReleaseConfig(config, released_quantisation(config))
 
 
-def _quantisation(block: int, experts: str, plain: bool) -> Quantisation | None:
-    return None if plain else Quantisation((block, block), experts)
+def _quantisation(
+    config: ModelConfig, block: int | None, experts: str, plain: bool
+) -> Quantisation | None:
+    side = released_quantisation(config).weight_block[0] if block is None else block
+    return None if plain else Quantisation((side, side), experts)
 
 
 def _check_target(folder: Path, n_bytes: int) -> None:
@@ -255,7 +263,7 @@ def convert_command(
     ] = Selection.FULL,
     max_shard: ShardSize = f"{DEFAULT_SHARD_BYTES >> 30}GiB",
     prefix: Prefix = False,
-    block: Block = 32,
+    block: Block = None,
     experts: Experts = "fp4",
     bf16: Plain = False,
     as_json_: AsJson = False,
@@ -266,7 +274,8 @@ def convert_command(
     are copied byte for byte.
     """
     with _refusals(), Checkpoint.open(source, parts) as checkpoint:
-        release = ReleaseConfig(checkpoint.release.model, _quantisation(block, experts, bf16))
+        config = checkpoint.release.model
+        release = ReleaseConfig(config, _quantisation(config, block, experts, bf16))
         _check_target(target, stored_bytes(release, parts))
         with progress_bar("writing", enabled=not as_json_) as report:
             digest = convert(
@@ -289,7 +298,7 @@ def random_command(
     parts: Annotated[Selection, typer.Option("--parts", help="What to write.")] = Selection.FULL,
     max_shard: ShardSize = f"{DEFAULT_SHARD_BYTES >> 30}GiB",
     prefix: Prefix = False,
-    block: Block = 32,
+    block: Block = None,
     experts: Experts = "fp4",
     bf16: Plain = False,
     tokenizer: Annotated[
@@ -303,7 +312,8 @@ def random_command(
     Without --tokenizer the package's tokenizer of that vocabulary goes along, if there is one.
     """
     with _refusals():
-        release = ReleaseConfig(_release(config).model, _quantisation(block, experts, bf16))
+        model = _release(config).model
+        release = ReleaseConfig(model, _quantisation(model, block, experts, bf16))
         _check_target(target, stored_bytes(release, parts))
         with progress_bar("writing", enabled=not as_json_) as report:
             digest = write_random(

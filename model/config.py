@@ -37,6 +37,11 @@ class LayerSpec:
     kv_source: int | None
     index_source: int | None
 
+    @property
+    def owns_kv(self) -> bool:
+        """Whether the layer's compressor writes global KV."""
+        return self.kv_source == self.index
+
 
 @dataclass(frozen=True)
 class RopeScaling:

@@ -60,7 +60,7 @@ _TOP_KEYS = (
     "tie_word_embeddings",
 )
 # Keys of V4.1 mechanisms; V4's values follow from its ratios.
-_V41_ONLY_PREFIXES = ("engram_", "dspark_", "candidate_", "kv_source_", "index_source_", "vision")
+V41_ONLY_PREFIXES = ("engram_", "dspark_", "candidate_", "kv_source_", "index_source_", "vision")
 
 
 def family_of(data: Mapping[str, Any]) -> Family:
@@ -120,7 +120,7 @@ def _v4_values(data: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = {k: v for k, v in data.items() if k not in _IGNORED_V4}
     for key in values:
-        if key.startswith(_V41_ONLY_PREFIXES):
+        if key.startswith(V41_ONLY_PREFIXES):
             raise ConfigError(f"{key}: unknown key in a {Family.V4.value} configuration")
     layers, ratios = values.get("num_hidden_layers"), values.get("compress_ratios")
     extra = values.pop("num_nextn_predict_layers", 0)

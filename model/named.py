@@ -51,13 +51,14 @@ def load_named(
     """
     config = ModelConfig.load(config_name)
     tokenizer = package_tokenizer(config.vocab_size)
+    token_map = build_token_map(tokenizer).ids if config.engram_layer_ids else None
     return Trunk.random(
         config,
         seed,
         numerics,
         device,
         reserved_token_ids(tokenizer, config.eos_token_id),
-        token_map=build_token_map(tokenizer).ids,
+        token_map=token_map,
         compute_dtype=compute_dtype,
         encoder_only=encoder_only,
     )

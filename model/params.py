@@ -23,12 +23,23 @@ class MixParams:
 
 @dataclass(frozen=True, slots=True)
 class CompressorParams:
-    """`project` is [D, hd] (ratio 1) or [D, 2 hd], gate half first; `index_k` is [hd, ihd]."""
+    """`project` is [D, w] (ratio 1) or [D, 2 w], gate half first; w is the entry's width, with V4's
+    overlap twice that. `ape` ([r, w], V4) is added to the gate by p mod r."""
 
     project: torch.Tensor
     norm: torch.Tensor
-    index_k: torch.Tensor
-    index_norm: torch.Tensor
+    ape: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceParams:
+    """What makes a layer's entries. Index keys come from the latent by `index_k` [hd, ihd] and
+    `index_norm` (V4.1), from a compressor of their own (V4, ratio 4), or there are none."""
+
+    main: CompressorParams
+    index: CompressorParams | None = None
+    index_k: torch.Tensor | None = None
+    index_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +77,13 @@ class LayerParams:
     wo_a: torch.Tensor  # [groups, heads/groups * hd, o_lora]
     wo_b: torch.Tensor
     sink: torch.Tensor
-    compressor: CompressorParams | None
+    compressor: SourceParams | None
     index: IndexParams | None
     engram: EngramParams | None
     experts_per_token: int
+    experts_by_token: torch.Tensor | None  # int64 [vocab, k], V4's hash-routed layers
     gate: torch.Tensor  # [D, E]
-    gate_bias: torch.Tensor
+    gate_bias: torch.Tensor  # empty in a hash-routed layer
     gate_bias_image: torch.Tensor
     w13: torch.Tensor  # [E, D, 2 I]
     w2: torch.Tensor  # [E, I, D]
@@ -85,6 +97,7 @@ class TrunkParams:
     head: torch.Tensor  # [D, vocab], accumulate dtype
     norm: torch.Tensor
     layers: tuple[LayerParams, ...]
+    head_mix: MixParams | None = None  # V4: fn [hc D, hc], base [hc], scale [1]
 
 
 class ParamBuilder:
@@ -109,6 +122,7 @@ class ParamBuilder:
             head=self._wide(self._get(head).T),
             norm=self._wide(self._get("norm.weight")),
             layers=tuple(self._layer(spec) for spec in self.config.layers),
+            head_mix=self._head_mix() if self.config.is_v4 else None,
         )
 
     def build_encoder(self) -> TrunkParams:
@@ -118,7 +132,10 @@ class ParamBuilder:
         """
         c = self.config
         if not c.n_decoder_layers:
-            raise ConfigError("compress_ratios: found no layer of ratio 1, wanted a decoder half")
+            raise ConfigError(
+                "compress_ratios: found no layer of ratio 1, wanted one: without a decoder half "
+                "an encoder-only build is the whole model"
+            )
         nothing = torch.empty(0, dtype=self.precision.accumulate, device=self.device)
         encoder = tuple(self._layer(spec) for spec in c.layers[: c.n_encoder_layers])
         source = self._source(c.layers[c.first_decoder_layer], nothing)
@@ -140,6 +157,7 @@ class ParamBuilder:
             index=None,
             engram=self._engram(p, spec.index) if has_engram else None,
             experts_per_token=0,
+            experts_by_token=None,
             **tensors | {"attn_norm": self._wide(self._get(f"{p}attn_norm.weight"))},
         )
 
@@ -167,7 +185,10 @@ class ParamBuilder:
         wo_a = get(f"{a}wo_a.weight").view(c.o_groups, c.o_lora_rank, -1).transpose(1, 2)
         qkv = torch.cat((get(f"{a}wq_a.weight"), get(f"{a}wkv.weight"))).T
         experts = [f"{p}ffn.experts.{e}" for e in range(n_experts)]
-        image_bias = "bias" if prefix else "bias_vl"  # a stage never sees an image row
+        hashed = not prefix and spec.index < c.num_hash_layers
+        bias = self._wide(get(f"{p}ffn.gate.bias")) if not hashed else torch.empty(0)
+        # Neither a stage nor V4 ever sees an image row.
+        by_image = bias if prefix or c.is_v4 else self._wide(get(f"{p}ffn.gate.bias_vl"))
         has_engram = not prefix and spec.index in c.engram_layer_ids
         return LayerParams(
             spec=spec,
@@ -183,13 +204,14 @@ class ParamBuilder:
             wo_a=self._compute(wo_a),
             wo_b=self._compute(get(f"{a}wo_b.weight").T),
             sink=self._wide(get(f"{a}attn_sink")),
-            compressor=self._compressor(a, spec) if spec.kind is LayerKind.FULL else None,
+            compressor=self._compressor(a, spec) if spec.owns_kv else None,
             index=self._index(a) if indexed else None,
             engram=self._engram(p, spec.index) if has_engram else None,
             experts_per_token=top_k,
             gate=self._wide(get(f"{p}ffn.gate.weight").T),
-            gate_bias=self._wide(get(f"{p}ffn.gate.bias")),
-            gate_bias_image=self._wide(get(f"{p}ffn.gate.{image_bias}")),
+            experts_by_token=self._experts_by_token(p) if hashed else None,
+            gate_bias=bias,
+            gate_bias_image=by_image,
             w13=self._compute(torch.stack([self._w13(e) for e in experts])),
             w2=self._compute(torch.stack([get(f"{e}.w2.weight").T for e in experts])),
             shared_w13=self._compute(self._w13(f"{p}ffn.shared_experts")),
@@ -208,16 +230,43 @@ class ParamBuilder:
             scale=self._wide(self._get(f"{prefix}_scale").cpu().repeat_interleave(counts)),
         )
 
-    def _compressor(self, a: str, spec: LayerSpec) -> CompressorParams:
+    def _head_mix(self) -> MixParams:
+        return MixParams(
+            fn=self._wide(self._get("hc_head_fn").T),
+            base=self._wide(self._get("hc_head_base")),
+            scale=self._wide(self._get("hc_head_scale")),
+        )
+
+    def _experts_by_token(self, p: str) -> torch.Tensor:
+        """int64 [vocab, k]; raises ConfigError for an expert that does not exist."""
+        name, count = f"{p}ffn.gate.tid2eid", self.config.n_routed_experts
+        table = self._get(name).to(self.device, torch.int64).contiguous()
+        low, high = int(table.min()), int(table.max())
+        if low < 0 or high >= count:
+            raise ConfigError(f"{name}: found experts {low}..{high}, wanted 0..{count - 1}")
+        return table
+
+    def _compressor(self, a: str, spec: LayerSpec) -> SourceParams:
+        main = self._pooling(f"{a}compressor.", spec.ratio)
+        if spec.kind is LayerKind.HEAVY:
+            return SourceParams(main)
+        if self.config.is_v4:
+            return SourceParams(main, self._pooling(f"{a}indexer.compressor.", spec.ratio))
+        return SourceParams(
+            main,
+            index_k=self._compute(self._get(f"{a}indexer.wk.weight").T),
+            index_norm=self._wide(self._get(f"{a}indexer.k_norm.weight")),
+        )
+
+    def _pooling(self, p: str, ratio: int) -> CompressorParams:
         get = self._get
-        project = get(f"{a}compressor.wkv.weight")
-        if spec.ratio > 1:  # pooled in the accumulate dtype, from the gate on
-            project = torch.cat((get(f"{a}compressor.wgate.weight"), project))
+        project = get(f"{p}wkv.weight")
+        if ratio > 1:  # pooled in the accumulate dtype, from the gate on
+            project = torch.cat((get(f"{p}wgate.weight"), project))
         return CompressorParams(
-            project=self._wide(project.T) if spec.ratio > 1 else self._compute(project.T),
-            norm=self._wide(get(f"{a}compressor.norm.weight")),
-            index_k=self._compute(get(f"{a}indexer.wk.weight").T),
-            index_norm=self._wide(get(f"{a}indexer.k_norm.weight")),
+            project=self._wide(project.T) if ratio > 1 else self._compute(project.T),
+            norm=self._wide(get(f"{p}norm.weight")),
+            ape=self._wide(get(f"{p}ape")) if self.config.is_v4 else None,
         )
 
     def _index(self, a: str) -> IndexParams:

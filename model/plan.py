@@ -52,11 +52,17 @@ class GroupWrites:
     blocks: torch.Tensor  # int64 [g]
     entries: torch.Tensor  # int64 [g]: row inside the block
     positions: torch.Tensor  # int64 [g]: the group's first token
-    # Earlier tokens of the groups, oldest first, [g, r-1]: from this call where `in_call`.
+    # Earlier tokens that the entries read, oldest first, [g, span-1]: from this call where
+    # `in_call`. `absent` ([g, span], only with overlap): there is no such token.
     earlier_rows: torch.Tensor
     earlier_tail: torch.Tensor
     earlier_in_call: torch.Tensor
+    absent: torch.Tensor | None
     slots: torch.Tensor
+    # Rows of the call whose (gate, value) stay in the tail rings of this ratio.
+    tail_rows: torch.Tensor
+    tail_slots: torch.Tensor
+    tail_ring: torch.Tensor
 
     @property
     def count(self) -> int:
@@ -87,9 +93,6 @@ class CallPlan:
     decoder: HalfPlan | None
     tables: torch.Tensor  # int64 [n_sequences, max_blocks], absent blocks clamped to 0
     writes: dict[int, GroupWrites]  # ratio -> groups
-    tail_rows: torch.Tensor  # rows whose (gate, value) stay in the tail ring
-    tail_slots: torch.Tensor
-    tail_ring: torch.Tensor
     logits_rows: torch.Tensor | None  # rows of the decoder half; None = all of them
     n_logits: int
     history: Ints
@@ -169,16 +172,15 @@ class Planner:
             )
             wanted = np.flatnonzero(logits[index])
             logits_rows = None if wanted.size == index.size else self._send(wanted)
-        tail = self._last_of_each(rows, self.layout.tail_rows)
         return CallPlan(
             n=rows.positions.size,
             encoder=encoder_half,
             decoder=decoder_half,
             tables=self._send(clamped),
-            writes=self._writes(rows, tables, _host(batch.write_floor)),
-            tail_rows=self._send(tail),
-            tail_slots=self._send(rows.slots[tail]),
-            tail_ring=self._send(rows.positions[tail] % self.layout.tail_rows),
+            writes={
+                ratio: self._groups(ratio, rows, tables, _host(batch.write_floor))
+                for ratio in self.ratios
+            },
             logits_rows=logits_rows,
             n_logits=int(logits.sum()),
             history=_host(batch.history_ids),
@@ -291,26 +293,32 @@ class Planner:
             longest=longest,
         )
 
-    def _writes(self, rows: _Rows, tables: Ints, write_floor: Ints) -> dict[int, GroupWrites]:
+    def _groups(self, ratio: int, rows: _Rows, tables: Ints, write_floor: Ints) -> GroupWrites:
         first_row = np.repeat(rows.starts, rows.counts)
-        writes = {}
-        for ratio in self.ratios:
-            done = (rows.positions + 1) % ratio == 0
-            picked = np.flatnonzero(done & (rows.positions >= write_floor))
-            entry = (rows.positions[picked] + 1) // ratio - 1
-            per_block = self.layout.block_tokens // ratio
-            ago = np.arange(ratio - 1, 0, -1)
-            earlier = picked[:, None] - ago
-            writes[ratio] = GroupWrites(
-                rows=self._send(picked),
-                blocks=self._send(tables[rows.sequence[picked], entry // per_block]),
-                entries=self._send(entry % per_block),
-                positions=self._send(entry * ratio),
-                earlier_rows=self._send(np.maximum(earlier, 0)),
-                earlier_tail=self._send(
-                    (rows.positions[picked, None] - ago) % self.layout.tail_rows
-                ),
-                earlier_in_call=self._send(earlier >= first_row[picked, None]),
-                slots=self._send(rows.slots[picked]),
-            )
-        return writes
+        done = (rows.positions + 1) % ratio == 0
+        picked = np.flatnonzero(done & (rows.positions >= write_floor))
+        entry = (rows.positions[picked] + 1) // ratio - 1
+        per_block = self.layout.block_tokens // ratio
+        tail = self.layout.ratio_tail(ratio)
+        span, ring = (1, 1) if tail is None else (tail.span_tokens, tail.rows)
+        ago = np.arange(span - 1, 0, -1)
+        earlier = picked[:, None] - ago
+        read = rows.positions[picked, None] - np.arange(span - 1, -1, -1)
+        absent = None
+        if tail is not None and tail.overlaps:
+            absent = self._send(read < np.maximum(rows.floor[picked, None], 0))
+        kept = self._last_of_each(rows, 0 if tail is None else ring)
+        return GroupWrites(
+            rows=self._send(picked),
+            blocks=self._send(tables[rows.sequence[picked], entry // per_block]),
+            entries=self._send(entry % per_block),
+            positions=self._send(entry * ratio),
+            earlier_rows=self._send(np.maximum(earlier, 0)),
+            earlier_tail=self._send(read[:, :-1] % ring),
+            earlier_in_call=self._send(earlier >= first_row[picked, None]),
+            absent=absent,
+            slots=self._send(rows.slots[picked]),
+            tail_rows=self._send(kept),
+            tail_slots=self._send(rows.slots[kept]),
+            tail_ring=self._send(rows.positions[kept] % ring),
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from headrace.core.rows import Geometry
+from headrace.core.windows import check_keep
 from headrace.model.checkpoint.names import (
     Part,
     PartTotal,
@@ -176,8 +176,7 @@ def layout_report(
         raise ConfigError(f"tp: found {tp}, wanted at least 1")
     if memory_bytes is not None and memory_bytes < 1:
         raise ConfigError(f"memory_bytes: found {memory_bytes}, wanted at least 1")
-    n_decoder = max(1, config.n_decoder_layers)  # the bound on keep needs none of it
-    Geometry(config.sliding_window, config.n_encoder_layers, n_decoder).check_keep(keep_tokens)
+    check_keep(config.sliding_window, keep_tokens)
     layout = CacheLayout.of(config, backtrack_rows)
     table = tensor_table(config, quantisation)
     weights = totals_by_part(table)
@@ -204,10 +203,10 @@ def layout_report(
     return _with_fits(report, memory_bytes)
 
 
-def _ring(config: ModelConfig, layout: CacheLayout) -> tuple[int, int]:
+def _ring(layout: CacheLayout) -> tuple[int, int]:
     """(data, scale) bytes of one layer's ring."""
-    data = layout.ring_rows * config.head_dim
-    return data, layout.ring_rows * layout.swa_row_bytes - data
+    form = layout.formats.window
+    return layout.ring_rows * form.data_bytes, layout.ring_rows * form.scale_bytes
 
 
 def _trunk_rows(
@@ -215,14 +214,13 @@ def _trunk_rows(
 ) -> Iterable[LayerRow]:
     ends = [source.main_offset for source in layout.sources[1:]] + [layout.block_bytes]
     sources = {s.layer: (s, end) for s, end in zip(layout.sources, ends, strict=True)}
-    ring_data, ring_scale = _ring(config, layout)
+    ring_data, ring_scale = _ring(layout)
     for spec in config.layers:
         source = sources.get(spec.index)
         main_data, main_scale, index_data, index_scale, padding, alignment = (
-            _source_bytes(config, layout, *source) if source else (0, 0, 0, 0, 0, 0)
+            _source_bytes(layout, *source) if source else (0, 0, 0, 0, 0, 0)
         )
-        has_tail = spec.index in layout.tail_layers
-        tail_rows = layout.tail_rows if has_tail else 0
+        tails = layout.layer_tails(spec.index)
         yield LayerRow(
             layer=spec.index,
             is_drafter=False,
@@ -239,18 +237,18 @@ def _trunk_rows(
             ring_rows=layout.ring_rows,
             ring_data_bytes=ring_data,
             ring_scale_bytes=ring_scale,
-            tail_rows=tail_rows,
-            tail_bytes=tail_rows * 2 * config.head_dim * TAIL_VALUE_BYTES,
+            tail_rows=max((tail.rows for tail in tails), default=0),
+            tail_bytes=sum(tail.n_values for tail in tails) * TAIL_VALUE_BYTES,
             weight_bytes=weights[False, spec.index],
         )
 
 
 def _source_bytes(
-    config: ModelConfig, layout: CacheLayout, source: SourceLayout, end: int
+    layout: CacheLayout, source: SourceLayout, end: int
 ) -> tuple[int, int, int, int, int, int]:
     """Main data and scale, index data and scale, padding and alignment of one source."""
     rows = source.rows_per_block
-    main_data = rows * (config.head_dim // 2)
+    main_data = rows * layout.formats.main.data_bytes
     main_scale = rows * source.main_row_bytes - main_data
     index_data, index_scale = rows * source.index_data_bytes, rows * source.index_scale_bytes
     used = main_data + main_scale + index_data + index_scale
@@ -270,7 +268,7 @@ def _source_bytes(
 def _drafter_rows(
     config: ModelConfig, layout: CacheLayout, weights: dict[tuple[bool, int], int]
 ) -> Iterable[LayerRow]:
-    ring_data, ring_scale = _ring(config, layout)
+    ring_data, ring_scale = _ring(layout)
     for stage in range(config.num_nextn_predict_layers):
         yield LayerRow(
             layer=stage,
@@ -298,7 +296,7 @@ def _handoffs(config: ModelConfig, layout: CacheLayout) -> tuple[HandoffSize, ..
     """The modes of the hand-off; what they hand over is defined in docs/architecture.md."""
     windows = config.num_hidden_layers * (config.sliding_window - 1)
     windows += config.num_nextn_predict_layers * config.sliding_window  # one row more than a layer
-    tails = len(layout.tail_layers) * layout.tail_history_rows * 2 * config.head_dim
+    tails = sum(tail.history_tokens * 2 * tail.width for tail in layout.tails)
     state = windows * layout.swa_row_bytes + tails * TAIL_VALUE_BYTES
     return (
         HandoffSize("exact", layout.block_bytes, layout.window_record_bytes),

@@ -4,7 +4,7 @@
             anchor u32 | windows u32 | tails u32 | entries u32          (all little-endian; sizes
             in bytes)
     windows W-1 rows before `length` of every layer: layer-major, position order, front zero
-    tails   the last r-1 compressor rows of each pooling source, position order
+    tails   the last compressor inputs that an entry may read, of each pooling compressor
     entries the complete groups of the incomplete block at `length`: per source layer in order the
             main rows, the index keys' data, their scales; nothing for a parked slot
 
@@ -42,9 +42,8 @@ class SequenceBytes:
 
 def most_bytes(layout: CacheLayout) -> int:
     """The largest object that `pack_state` makes for this layout, whatever the numerics."""
-    windows = layout.n_layers * layout.window_record_bytes // layout.n_encoder_layers
-    row_bytes = 2 * _head_dim(layout) * 8
-    tails = len(layout.tail_layers) * layout.tail_history_rows * row_bytes
+    windows = layout.n_layers * layout.window_record_rows * layout.swa_row_bytes
+    tails = sum(t.history_tokens * 2 * t.width for t in layout.tails) * 8
     return _HEADER.size + windows + tails + layout.block_bytes
 
 
@@ -127,8 +126,3 @@ def _place(layout: CacheLayout, block: bytearray, found: SequenceBytes) -> None:
     for begin, size in sections:
         block[begin : begin + size] = found.entries[taken : taken + size]
         taken += size
-
-
-def _head_dim(layout: CacheLayout) -> int:
-    # A window row is one byte a channel and one scale for 32 of them.
-    return layout.swa_row_bytes * 32 // 33

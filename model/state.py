@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,8 +11,9 @@ import torch
 
 from headrace.model.config import ModelConfig
 from headrace.model.errors import StateError
-from headrace.model.layout import CacheLayout
+from headrace.model.layout import CacheLayout, TailLayout
 from headrace.model.numerics import Numerics, Precision
+from headrace.model.row_format import RowKind
 
 # 0xff is NaN as e4m3 and as E8M0, so filling a row or a block with it makes every value NaN.
 POISON_BYTE = 0xFF
@@ -24,8 +26,9 @@ class SlotState:
     """One sequence's private state at `length` tokens, independent of ring size and block numbers.
 
     `swa` holds the W-1 window rows before `length`, layer-major, in position order, zeros where
-    the position would be negative; `tails` the last r-1 compressor rows of each pooling source,
-    in position order. Rows that the writer never had (below a floor) come out as they lay.
+    the position would be negative; `tails` of each pooling compressor the last r-1 inputs, 2r-1
+    with overlap, in position order, zeros where no later entry reads them. Window rows that the
+    writer never had (below a floor) come out as they lay.
     """
 
     length: int
@@ -40,8 +43,9 @@ class KvState:
     """Blocks and slots of one replica; mutated by `Trunk.forward` and the methods below.
 
     `blocks` is uint8 [n_blocks, block_bytes], `rings` uint8 [n_slots, L, ring_rows,
-    swa_row_bytes] (slot of position p is p mod ring_rows), `tails` [n_slots, n_tail_sources,
-    tail_rows, 2, head_dim] in the accumulate dtype (gate, value; row p mod tail_rows).
+    swa_row_bytes] (slot of position p is p mod ring_rows), `tails` [n_slots, values]: a ring of
+    (gate, value) for every `layout.tails`, see `tail`, in the accumulate dtype; V4's in float32,
+    because its window records carry some of them.
     A fresh state is zero, or NaN everywhere with `poison=True`. With `encoder_only` there are rings
     of the encoder layers alone (L = n_enc) and a slot can be exported only as such.
     """
@@ -62,14 +66,17 @@ class KvState:
         self.layout = layout
         self.numerics = numerics
         self.device = torch.device(device)
-        self.tail_dtype = Precision.of(numerics).accumulate
+        self.accumulate = Precision.of(numerics).accumulate
+        self.tail_dtype = torch.float32 if layout.is_v4 else self.accumulate
+        if numerics is Numerics.INVARIANT and layout.formats.window.kind is RowKind.FLOAT32:
+            raise StateError("float32 rows keep rounding noise: wanted fast numerics")
         u8, block_shape = torch.uint8, (n_blocks, layout.block_bytes)
         n_layers = layout.n_encoder_layers if encoder_only else layout.n_layers
         ring_shape = (n_slots, n_layers, layout.ring_rows, layout.swa_row_bytes)
         self.blocks = torch.zeros(block_shape, dtype=u8, device=self.device)
         self.rings = torch.zeros(ring_shape, dtype=u8, device=self.device)
         self.tails = torch.zeros(
-            (n_slots, len(layout.tail_layers), layout.tail_rows, 2, config.head_dim),
+            (n_slots, sum(tail.n_values for tail in layout.tails)),
             dtype=self.tail_dtype,
             device=self.device,
         )
@@ -96,6 +103,11 @@ class KvState:
         """Bytes allocated for one slot: its rings and tails."""
         return self.rings[0].nbytes + self.tails[0].nbytes
 
+    def tail(self, t: TailLayout) -> torch.Tensor:
+        """View [n_slots, rows, 2, width] of one compressor's ring: row p mod rows is position p."""
+        part = self.tails[:, t.first_value : t.first_value + t.n_values]
+        return part.view(-1, t.rows, 2, t.width)
+
     # ---- blocks ----------------------------------------------------------------------------
 
     def block_view(self, block: int) -> memoryview:
@@ -118,30 +130,46 @@ class KvState:
     # ---- windows ---------------------------------------------------------------------------
 
     def read_window(self, slot: int, position: int) -> bytes:
-        """The window record at `position`: W-1 encoder rows before it.
+        """The window record at `position`: W-1 encoder rows before it, and behind them what V4's
+        overlapping compressors carry over a grain.
 
-        Layer-major, position order, padded at the front with zeros when position < W-1. Valid
+        Rows layer-major, position order, padded at the front with zeros when position < W-1. Valid
         only while the ring holds those rows: no later row than position + backtrack_rows may
-        have been stored.
+        have been stored. V4: raises StateError inside a group.
         """
-        return self._read_rows(slot, position, self.layout.n_encoder_layers)
+        rows = self._read_rows(slot, position, self.layout.n_encoder_layers)
+        parts = [ring[slot, at, :, :half] for ring, at, half in self._carried(position)]
+        return b"".join((rows, *(part.cpu().numpy().tobytes() for part in parts)))
 
     def write_window(
         self, slot: int, position: int, buffer: bytes | bytearray | memoryview
     ) -> None:
         """Put a window record into the ring; rows of negative positions are dropped."""
-        self._write_rows(slot, position, self.layout.n_encoder_layers, buffer)
+        view = memoryview(buffer).cast("B")
+        if view.nbytes != (wanted := self.layout.window_record_bytes):
+            raise StateError(f"window bytes: found {view.nbytes}, wanted {wanted}")
+        carried = list(self._carried(position))
+        begin = wanted - sum(tail.carried_bytes for tail in self.layout.tails)
+        self._write_rows(slot, position, self.layout.n_encoder_layers, view[:begin])
+        for ring, at, half in carried:
+            target = ring[slot, at, :, :half]
+            end = begin + target.numel() * 4
+            raw = self._tensor(view[begin:end], end - begin, "window")
+            ring[slot, at, :, :half] = raw.view(torch.float32).view(target.shape)
+            begin = end
 
     def export_slot(self, slot: int, length: int, *, layers: Layers = "all") -> SlotState:
         """Copy out what continuing at `length` needs besides blocks and token ids."""
-        rows = self._tail_rows(length)
+        tails = [self.tail(t)[slot, self._tail_rows(t, length)] for t in self.layout.tails]
+        for t, part in zip(self.layout.tails, tails, strict=True):
+            part[: t.dead_tokens(length)] = 0
         return SlotState(
             length=length,
             layers=layers,
             window_rows=self.layout.window_record_rows,
             tail_dtype=str(self.tail_dtype),
             swa=self._read_rows(slot, length, self._n_layers(layers)),
-            tails=self.tails[slot][:, rows].cpu().numpy().tobytes(),
+            tails=b"".join(part.cpu().numpy().tobytes() for part in tails),
         )
 
     def import_slot(self, slot: int, state: SlotState) -> None:
@@ -156,13 +184,15 @@ class KvState:
             )
         if state.tail_dtype != str(self.tail_dtype):
             raise StateError(f"slot state is {state.tail_dtype}, wanted {self.tail_dtype}")
+        counts = [2 * t.width * t.history_tokens for t in self.layout.tails]
+        size = self.tails.element_size()
+        raw = self._tensor(state.tails, sum(counts) * size, "tail")
         self._write_rows(slot, state.length, self._n_layers(state.layers), state.swa)
-        rows = self._tail_rows(state.length)
-        target = self.tails[slot]
-        wanted = target[:, rows].numel() * target.element_size()
-        raw = self._tensor(state.tails, wanted, "tail")
-        if wanted:
-            target[:, rows] = raw.view(self.tail_dtype).view(target[:, rows].shape)
+        begin = 0
+        for t, count in zip(self.layout.tails, counts, strict=True):
+            part = raw[begin : begin + count * size].clone().view(self.tail_dtype)
+            self.tail(t)[slot, self._tail_rows(t, state.length)] = part.view(-1, 2, t.width)
+            begin += count * size
 
     def poison_slot(self, slot: int) -> None:
         """Make every ring row and tail row of the slot NaN."""
@@ -177,9 +207,19 @@ class KvState:
             raise StateError(f"slot of {wanted} layers: this state has rings of {self.ring_layers}")
         return wanted
 
-    def _tail_rows(self, length: int) -> list[int]:
-        first = length - self.layout.tail_history_rows
-        return [p % self.layout.tail_rows for p in range(first, length)]
+    def _tail_rows(self, t: TailLayout, length: int) -> list[int]:
+        return [p % t.rows for p in range(length - t.history_tokens, length)]
+
+    def _carried(self, position: int) -> Iterator[tuple[torch.Tensor, list[int], int]]:
+        """Of every overlapping compressor: its ring, the rows of the group before `position`, and
+        how many values of z and v the next group reads."""
+        for t in self.layout.tails:
+            if not t.overlaps:
+                continue
+            if position % t.ratio:
+                raise StateError(f"window record at {position}, inside a group of {t.ratio}")
+            rows = [p % t.rows for p in range(position - t.ratio, position)]
+            yield self.tail(t), rows, t.width // 2
 
     def _window_positions(self, position: int) -> np.ndarray:
         return np.arange(position - self.layout.window_record_rows, position)

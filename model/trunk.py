@@ -12,7 +12,7 @@ from torch import nn
 
 from headrace.kernels import frequencies, kernels_for, phases, yarn_frequencies
 from headrace.model.attention import Attention, Capture, HalfScratch
-from headrace.model.config import LayerKind, ModelConfig
+from headrace.model.config import ModelConfig
 from headrace.model.engram_hash import build_hashes, map_history
 from headrace.model.errors import BatchError, ConfigError, StateError
 from headrace.model.numerics import Numerics, Precision
@@ -25,7 +25,7 @@ from headrace.model.weights import RandomTensors, random_weights_id
 
 
 class Trunk(nn.Module):
-    """A V4.1 text model on one device in one numerics class; its weights never change."""
+    """A text model of either family on one device in one numerics class; weights never change."""
 
     def __init__(
         self,
@@ -42,7 +42,8 @@ class Trunk(nn.Module):
     ) -> None:
         """`tensors` are checkpoint names -> values of any float dtype ([out, in] matrices).
 
-        `token_map` is int64 [vocab]; its ids must be 0..engram_compressed_vocab_size-1.
+        `token_map` is int64 [vocab]; its ids must be 0..engram_compressed_vocab_size-1 (read by
+        Engram alone).
         Logits at `masked_token_ids` are -inf. With `encoder_only` the decoder layers' weights are
         not looked up, but for the first one's KV source, and batches with decoder rows are
         refused. Raises ConfigError.
@@ -138,7 +139,7 @@ class Trunk(nn.Module):
     def _check_state(self, state: KvState) -> None:
         if state.config is not self.config and state.config != self.config:
             raise StateError("state was made for another model configuration")
-        if state.tail_dtype != self.precision.accumulate or state.numerics != self.numerics:
+        if state.accumulate != self.precision.accumulate or state.numerics != self.numerics:
             raise StateError(f"state is {state.numerics}, the model {self.numerics}")
         if state.device != self.device:
             raise StateError(f"state lies on {state.device}, the model on {self.device}")
@@ -150,6 +151,8 @@ class Trunk(nn.Module):
                 raise BatchError("decoder: found rows, this model holds the encoder half only")
             if state.ring_layers < self.config.num_hidden_layers:
                 raise BatchError("decoder: found rows, this state holds the encoder half only")
+        if c.is_v4 and plan.history_image.any():
+            raise BatchError("history_image: found image rows, this model has no vision")
         if ids.max() >= c.vocab_size or ids.min() < -1 or ids[:, 0].min() < 0:
             raise BatchError(f"history_ids: found outside 0..{c.vocab_size - 1} (-1 = before)")
         longest = max(s.longest for s in plan.encoder.segments)
@@ -167,6 +170,8 @@ class Trunk(nn.Module):
 
 
 def _check_token_map(config: ModelConfig, token_map: NDArray[np.int64]) -> None:
+    if not config.engram_layer_ids:
+        return  # nothing reads it
     if token_map.shape != (config.vocab_size,):
         raise ConfigError(f"token map: found {token_map.shape}, wanted ({config.vocab_size},)")
     size = int(token_map.max()) + 1
@@ -220,8 +225,8 @@ class _Call:
         for p in self.trunk.params.layers:
             if p.engram is not None:
                 self._engram(p, streams, engram_rows[p.engram.number], half.plan)
-            x = self.sublayers.collapse(streams, p.attn_norm)
-            if p.spec.kind is LayerKind.FULL:
+            x = self.sublayers.enter(p.attn_mix, p.attn_norm, streams)
+            if p.spec.owns_kv:
                 self.attention.publish(p, x, self._group_phase[p.spec.ratio])
             if p.spec.index == c.first_decoder_layer:
                 if self.plan.decoder is None:
@@ -230,7 +235,7 @@ class _Call:
                 if (index := half.plan.row_index) is not None:
                     x, streams.h, streams.pre = x[index], streams.h[index], streams.pre[index]
             attend = partial(self.attention.run, p, s=half)
-            self.sublayers.run(p, x, streams, attend, half.plan.image)
+            self.sublayers.run(p, x, streams, attend, half.plan.image, self._hashed_ids(p))
             if p.spec.index == c.first_decoder_layer - 1:
                 self.encoder_rows = streams.h.shape[0]
         else:
@@ -238,6 +243,13 @@ class _Call:
                 self.decoder_rows = streams.h.shape[0]
             return self._logits(streams)
         return torch.zeros((0, c.vocab_size), dtype=torch.float32, device=self.trunk.device)
+
+    def _hashed_ids(self, p: LayerParams) -> torch.Tensor | None:
+        """Token ids of the call's rows where the layer's experts follow from them."""
+        if p.experts_by_token is None:
+            return None
+        ids = np.ascontiguousarray(self.plan.history[:, 0])
+        return torch.from_numpy(ids).to(self.trunk.device)
 
     def _embed(self, embeddings: torch.Tensor | None) -> Streams:
         t = self.trunk
@@ -270,9 +282,7 @@ class _Call:
         )
         return [torch.from_numpy(h.rows(mapped)).to(self.trunk.device) for h in self.trunk.hashes]
 
-    def _engram(
-        self, p: LayerParams, streams: Streams, rows: torch.Tensor, plan: HalfPlan
-    ) -> None:
+    def _engram(self, p: LayerParams, streams: Streams, rows: torch.Tensor, plan: HalfPlan) -> None:
         e = p.engram
         assert e is not None
         gathered = e.table[rows].flatten(1).to(self.trunk.precision.compute)
@@ -290,6 +300,9 @@ class _Call:
                 h, pre = h[decoder.row_index], pre[decoder.row_index]
         if (rows := self.plan.logits_rows) is not None:
             h, pre = h[rows], pre[rows]
+        if (mix := t.params.head_mix) is not None:
+            c = self.config
+            pre = self.kernels.head_gates(h, mix.fn, mix.base, mix.scale, c.rms_norm_eps, c.hc_eps)
         streams = Streams(h, pre)
         x = self.sublayers.collapse(streams, t.params.norm)
         logits = t.precision.publish_logits(x.to(t.params.head.dtype) @ t.params.head)

@@ -30,6 +30,7 @@ class Init(StrEnum):
     HALF = "half"  # 0.5 N: mix base, sinks, Engram rows
     MIX_SCALE = "mix_scale"  # 0.5 + 0.1 N
     BIAS = "bias"  # 0.1 N
+    EXPERTS = "experts"  # distinct expert numbers, a row a token
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ def tensor_specs(c: ModelConfig) -> Iterator[TensorSpec]:
     if not c.tie_word_embeddings:
         yield TensorSpec("head.weight", (c.vocab_size, c.hidden_size), Init.MATRIX)
     yield TensorSpec("norm.weight", (c.hidden_size,), Init.NORM)
+    if c.is_v4:
+        yield TensorSpec("hc_head_fn", (c.hc_mult, c.hc_mult * c.hidden_size), Init.MIX_FN)
+        yield TensorSpec("hc_head_base", (c.hc_mult,), Init.HALF)
+        yield TensorSpec("hc_head_scale", (1,), Init.MIX_SCALE)
     for spec in c.layers:
         yield from _layer_specs(c, spec)
 
@@ -62,7 +67,7 @@ def _layer_specs(c: ModelConfig, spec: LayerSpec) -> Iterator[TensorSpec]:
         yield TensorSpec(f"{p}hc_{part}_base", (width,), Init.HALF)
         yield TensorSpec(f"{p}hc_{part}_scale", (3,), Init.MIX_SCALE)
     yield from _attention_specs(c, spec, f"{p}attn.")
-    yield from _moe_specs(c, f"{p}ffn.")
+    yield from _moe_specs(c, spec, f"{p}ffn.")
     if spec.index in c.engram_layer_ids:
         rows = c.engram_num_embeddings[c.engram_layer_ids.index(spec.index)]
         per_token = (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim
@@ -82,7 +87,9 @@ def _attention_specs(c: ModelConfig, spec: LayerSpec, p: str) -> Iterator[Tensor
     yield TensorSpec(f"{p}wo_a.weight", (groups * c.o_lora_rank, heads // groups * hd), Init.MATRIX)
     yield TensorSpec(f"{p}wo_b.weight", (d, groups * c.o_lora_rank), Init.MATRIX)
     yield TensorSpec(f"{p}attn_sink", (heads,), Init.HALF)
-    if spec.kind is LayerKind.FULL:
+    if c.is_v4:
+        yield from _v4_compressor_specs(c, spec, p)
+    elif spec.kind is LayerKind.FULL:
         yield TensorSpec(f"{p}compressor.wkv.weight", (hd, d), Init.MATRIX)
         if spec.ratio > 1:
             yield TensorSpec(f"{p}compressor.wgate.weight", (hd, d), Init.MATRIX)
@@ -95,11 +102,31 @@ def _attention_specs(c: ModelConfig, spec: LayerSpec, p: str) -> Iterator[Tensor
         yield TensorSpec(f"{p}indexer.weights_proj.weight", (c.index_n_heads, d), Init.MATRIX)
 
 
-def _moe_specs(c: ModelConfig, p: str) -> Iterator[TensorSpec]:
+def _v4_compressor_specs(c: ModelConfig, spec: LayerSpec, p: str) -> Iterator[TensorSpec]:
+    """One compressor a layer with a ratio, and with ratio 4 one of the index keys."""
+    if not spec.owns_kv:
+        return
+    pools = [("compressor", c.head_dim)]
+    if spec.kind is LayerKind.FULL:
+        pools.append(("indexer.compressor", c.index_head_dim))
+    for name, channels in pools:
+        width = channels * (2 if spec.kind is LayerKind.FULL else 1)
+        yield TensorSpec(f"{p}{name}.ape", (spec.ratio, width), Init.HALF)
+        yield TensorSpec(f"{p}{name}.wkv.weight", (width, c.hidden_size), Init.MATRIX)
+        yield TensorSpec(f"{p}{name}.wgate.weight", (width, c.hidden_size), Init.MATRIX)
+        yield TensorSpec(f"{p}{name}.norm.weight", (channels,), Init.NORM)
+
+
+def _moe_specs(c: ModelConfig, spec: LayerSpec, p: str) -> Iterator[TensorSpec]:
     d, inner = c.hidden_size, c.moe_intermediate_size
     yield TensorSpec(f"{p}gate.weight", (c.n_routed_experts, d), Init.MATRIX)
-    yield TensorSpec(f"{p}gate.bias", (c.n_routed_experts,), Init.BIAS)
-    yield TensorSpec(f"{p}gate.bias_vl", (c.n_routed_experts,), Init.BIAS)
+    if spec.index < c.num_hash_layers:
+        table = (c.vocab_size, c.num_experts_per_tok)
+        yield TensorSpec(f"{p}gate.tid2eid", table, Init.EXPERTS)
+    else:
+        yield TensorSpec(f"{p}gate.bias", (c.n_routed_experts,), Init.BIAS)
+    if not c.is_v4:
+        yield TensorSpec(f"{p}gate.bias_vl", (c.n_routed_experts,), Init.BIAS)
     experts = [f"experts.{e}" for e in range(c.n_routed_experts)]
     for expert in [*experts, "shared_experts"]:
         yield TensorSpec(f"{p}{expert}.w1.weight", (inner, d), Init.MATRIX)
@@ -120,6 +147,13 @@ def _standard(seed: int, name: str, count: int) -> NDArray[np.float64]:
     parts = raw.view("<u2")[: count * _SUMMANDS].reshape(_SUMMANDS, count)
     total = parts.sum(axis=0, dtype=np.int64) - _SUMMANDS * 65535 // 2
     return total * (1.0 / (65536.0 * math.sqrt(_SUMMANDS / 12.0)))
+
+
+def random_experts(c: ModelConfig, spec: TensorSpec, seed: int) -> torch.Tensor:
+    """int64 [vocab, k]: k distinct experts for every token id."""
+    vocab, k = spec.shape
+    draws = _standard(seed, spec.name, vocab * c.n_routed_experts).reshape(vocab, -1)
+    return torch.from_numpy(np.argsort(draws, axis=1, kind="stable")[:, :k].copy())
 
 
 def random_tensor(spec: TensorSpec, seed: int) -> torch.Tensor:
@@ -143,19 +177,21 @@ def random_tensor(spec: TensorSpec, seed: int) -> torch.Tensor:
 
 
 class RandomTensors(Mapping[str, torch.Tensor]):
-    """Checkpoint name -> float32 tensor, drawn anew at every look-up and held by nobody here.
+    """Checkpoint name -> float32 tensor (int64 for a table of experts), drawn anew at every look-up
+    and held by nobody here.
 
     `drawn` lists the names looked up, in order: what a build read."""
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         self._specs = {spec.name: spec for spec in tensor_specs(config)}
+        self._config = config
         self._seed = seed
         self.drawn: list[str] = []
 
     def __getitem__(self, name: str) -> torch.Tensor:
         spec = self._specs[name]
         self.drawn.append(name)
-        return random_tensor(spec, self._seed)
+        return _random(self._config, spec, self._seed)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._specs)
@@ -165,8 +201,14 @@ class RandomTensors(Mapping[str, torch.Tensor]):
 
 
 def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
-    """Checkpoint name -> float32 tensor for the whole text trunk."""
-    return {spec.name: random_tensor(spec, seed) for spec in tensor_specs(config)}
+    """Checkpoint name -> tensor for the whole text trunk."""
+    return {spec.name: _random(config, spec, seed) for spec in tensor_specs(config)}
+
+
+def _random(config: ModelConfig, spec: TensorSpec, seed: int) -> torch.Tensor:
+    if spec.init is Init.EXPERTS:
+        return random_experts(config, spec, seed)
+    return random_tensor(spec, seed)
 
 
 def random_weights_id(config: ModelConfig, seed: int, token_map: NDArray[np.int64]) -> str:

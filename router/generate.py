@@ -253,7 +253,7 @@ class Generator:
             token_ids=ids,
             chain_root=root,
             digests=digests,
-            keep_tokens=self._deployment.keep_for(card.window_tokens),
+            keep_tokens=self._deployment.keep_for(card.geometry),
             max_tokens=max_tokens,
             sampling=Sampling(prompt.temperature, prompt.top_p, seed),
             stop_token_ids=(card.eos_token_id,),

@@ -26,6 +26,7 @@ from headrace.model.checkpoint.release import (
     ReleaseConfig,
     config_document,
     read_config,
+    released_quantisation,
 )
 from headrace.model.checkpoint.synthetic import write_random
 from headrace.model.checkpoint.writer import convert, copy, write_values
@@ -52,6 +53,7 @@ __all__ = [
     "load_vision",
     "quantise",
     "read_config",
+    "released_quantisation",
     "tensor_table",
     "tensors_digest",
     "totals_by_part",

@@ -3,7 +3,7 @@
     FP8     W[o, i] = e4m3[o, i] * 2^(scale[o // rows, i // columns] - 127)   F8_E4M3 + F8_E8M0
     MXFP4   two e2m1 codes a byte, the even input in the low nibble,           I8 + F8_E8M0
             a scale per row and 32 inputs
-    BF16, F32   as they are
+    BF16, F32   as they are; I64 (tables of expert numbers) too, and never widened
 
 Every stored value is a float32 and, for scales from 2^-120 up, a bfloat16: widening rounds nothing.
 """
@@ -23,7 +23,7 @@ from headrace.kernels.formats import decode_e2m1, encode_e2m1, encode_e4m3, pack
 from headrace.model.checkpoint.errors import CheckpointError
 
 # dtype names of the safetensors format that a release uses, and their sizes.
-DTYPE_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1}
+DTYPE_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "I64": 8}
 _NAN_SCALE = 255
 _LEAST_SCALE, _GREATEST_SCALE = 1, 254
 _GREATEST_VALUE = 2.0**127
@@ -33,6 +33,7 @@ _SAFE_SCALE = 245  # 448 * 2^(245-127) is a float32
 class Kind(StrEnum):
     BF16 = "BF16"
     F32 = "F32"
+    I64 = "I64"
     FP8 = "FP8"
     MXFP4 = "MXFP4"
 
@@ -80,8 +81,10 @@ class Encoding:
 
 BF16 = Encoding(Kind.BF16)
 F32 = Encoding(Kind.F32)
+I64 = Encoding(Kind.I64)
 MXFP4 = Encoding(Kind.MXFP4, (1, 32))
 FP8_ROWS = Encoding(Kind.FP8, (1, 32))
+_PLAIN = {Kind.BF16: torch.bfloat16, Kind.F32: torch.float32, Kind.I64: torch.int64}
 
 
 @lru_cache(maxsize=8)
@@ -128,15 +131,15 @@ def widen(
     scale: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Decode stored bytes into `out`, the same rows of the weight, contiguous, any float dtype.
+    """Decode stored bytes into `out`, the same rows of the weight, contiguous, any float dtype
+    (int64 for I64).
 
     `data` is uint8 [n] (the bytes of whole rows, the first at a block's border), `scale` uint8
     [scale rows, scale columns] of those rows. Raises CheckpointError, naming the tensor, on a NaN
     scale and on any value that is not finite.
     """
     if scale is None:
-        stored = torch.bfloat16 if encoding.kind is Kind.BF16 else torch.float32
-        out.copy_(data.view(stored).view(out.shape))
+        out.copy_(data.view(_PLAIN[encoding.kind]).view(out.shape))
         finite = bool(torch.isfinite(out).all())
     else:
         if bool((scale == _NAN_SCALE).any()):
@@ -172,20 +175,23 @@ def quantise(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Data bytes (uint8, flat) and scale bytes (uint8 [scale rows, scale columns]) of a weight.
 
-    `values` are float32 or bfloat16. A block's scale is the least power of two for which nothing
-    rounds past the largest code. The rule of activations, ceil(log2(amax / largest)), is at most
-    one power above it and its grid is a subset below the largest code, so no error grows, values
-    that already went through that rule are kept exactly, and quantising what was widened gives the
-    same bytes. Raises CheckpointError on other dtypes, on NaN and on values beyond 2^127, which
-    could round to what no float32 holds.
+    `values` are float32 or bfloat16 (int64 for I64). A block's scale is the least power of two for
+    which nothing rounds past the largest code. The rule of activations, ceil(log2(amax / largest)),
+    is at most one power above it and its grid is a subset below the largest code, so no error
+    grows, values that already went through that rule are kept exactly, and quantising what was
+    widened gives the same bytes. Raises CheckpointError on other dtypes, on NaN and on values
+    beyond 2^127, which could round to what no float32 holds.
     """
+    if encoding.kind is Kind.I64:
+        if values.dtype != torch.int64:
+            raise CheckpointError(f"{name}: found {values.dtype}, wanted int64 to encode")
+        return values.contiguous().view(torch.uint8).reshape(-1), None
     if values.dtype not in (torch.float32, torch.bfloat16):
         raise CheckpointError(f"{name}: found {values.dtype}, wanted float32 or bfloat16 to encode")
     if not bool((values.abs() <= _GREATEST_VALUE).all()):  # NaN compares false
         raise CheckpointError(f"{name}: found a NaN or a value beyond 2^127, wanted finite ones")
     if not encoding.has_scale:
-        stored = torch.bfloat16 if encoding.kind is Kind.BF16 else torch.float32
-        return values.to(stored).contiguous().view(torch.uint8).reshape(-1), None
+        return values.to(_PLAIN[encoding.kind]).contiguous().view(torch.uint8).reshape(-1), None
     rows, columns = values.shape
     b0, b1 = encoding.block
     blocks = torch.nn.functional.pad(

@@ -36,6 +36,11 @@ class Index:
     tensors: Mapping[str, Located]
     metadata: Mapping[str, object]
 
+    def without(self, prefixes: tuple[str, ...]) -> Index:
+        """The same without the names that begin so."""
+        kept = {n: at for n, at in self.tensors.items() if not n.startswith(prefixes)}
+        return Index(kept, self.metadata)
+
     def names_by_file(self) -> dict[str, list[str]]:
         """File -> names without prefix that the index promises there."""
         names: dict[str, list[str]] = {}
@@ -118,18 +123,25 @@ def complete_parts(
 
 
 def check_shard(
-    shard: Shard, index: Index, promised: Iterable[str], specs: Mapping[str, StoredSpec]
+    shard: Shard,
+    index: Index,
+    promised: Iterable[str],
+    specs: Mapping[str, StoredSpec],
+    unread: tuple[str, ...] = (),
 ) -> dict[str, TensorPlace]:
     """Places of a shard's tensors by name without prefix; every one checked.
 
-    `promised` are the names that the index has in this file, `specs` the table's tensors. Raises
-    CheckpointError: a tensor that the index has in another file or not at all, one that it promises
-    here and that is absent, another dtype or shape.
+    `promised` are the names that the index has in this file, `specs` the table's tensors; names
+    that begin as `unread` says are passed over. Raises CheckpointError: a tensor that the index has
+    in another file or not at all, one that it promises here and that is absent, another dtype or
+    shape.
     """
     places: dict[str, TensorPlace] = {}
     for place in shard.header.places:
         raw_name = place.spec.name
         name = raw_name.removeprefix(PREFIX)
+        if name.startswith(unread):
+            continue
         located = index.tensors.get(name)
         if located is None or located.raw_name != raw_name:
             raise CheckpointError(f"{raw_name}: found in {shard.name}, not in the index")

@@ -43,11 +43,14 @@ def load_trunk(
     """The text trunk of a checkpoint, weights widened as they are read, one in hand at a time.
 
     Every stored value is exact in `widen_to` (bfloat16 or float32); the model then casts to its own
-    compute dtype. Without `token_map` the folder's tokenizer.json gives it. `encoder_only` reads
+    compute dtype. Without `token_map` the folder's tokenizer.json gives it (V4 has none).
+    `encoder_only` reads
     only the encoder half and the first decoder layer's KV source. Raises CheckpointError and
     ConfigError.
     """
     folder = Path(folder)
+    if token_map is None and read_config(read_json(folder / CONFIG_NAME)).model.is_v4:
+        token_map = np.zeros(0, dtype=np.int64)  # without Engram nothing reads it
     if token_map is None:
         if not (folder / TOKENIZER_NAME).is_file():
             raise CheckpointError(

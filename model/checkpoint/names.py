@@ -1,7 +1,7 @@
 """Which tensors a checkpoint holds: the table's types, what a role needs of it, and totals.
 
-A family's table is a function from (config, quantisation) to entries in file order; V4.1's stands
-in `names_v41`. Another family enters by a function of its own in `_TABLES`.
+A family's table is a function from (config, quantisation) to entries in file order: `names_v41`,
+`names_v4`. Another family enters by a function of its own in `_TABLES`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from enum import StrEnum
 from functools import lru_cache
 
 from headrace.model.checkpoint.encoding import Encoding, StoredSpec
+from headrace.model.checkpoint.names_v4 import UNREAD_PREFIXES, v4_entries
 from headrace.model.checkpoint.names_v41 import v41_entries
 from headrace.model.checkpoint.parts import Part, TensorEntry
 from headrace.model.checkpoint.release import Quantisation
 from headrace.model.config import ModelConfig
+from headrace.model.config_file import Family
 from headrace.model.errors import ConfigError
 
 __all__ = [
@@ -29,10 +31,11 @@ __all__ = [
     "select",
     "tensor_table",
     "totals_by_part",
+    "unread_prefixes",
 ]
 
 Table = Callable[[ModelConfig, Quantisation | None], Iterator[TensorEntry]]
-_TABLES: dict[str, Table] = {"deepseek_v41": v41_entries}
+_TABLES: dict[Family, Table] = {Family.V41: v41_entries, Family.V4: v4_entries}
 
 
 class Selection(StrEnum):
@@ -58,16 +61,14 @@ _SELECTED: dict[Selection, frozenset[Part]] = {
 
 
 @lru_cache(maxsize=4)
-def tensor_table(
-    config: ModelConfig, quantisation: Quantisation | None, family: str = "deepseek_v41"
-) -> tuple[TensorEntry, ...]:
-    """Every weight of a checkpoint of `config`, in file order; names are unique.
+def tensor_table(config: ModelConfig, quantisation: Quantisation | None) -> tuple[TensorEntry, ...]:
+    """Every weight of a checkpoint of `config`, in file order; names are unique."""
+    return tuple(_TABLES[config.family](config, quantisation))
 
-    Raises ConfigError for a family without a table.
-    """
-    if family not in _TABLES:
-        raise ConfigError(f"model_type: found {family!r}, wanted {' or '.join(sorted(_TABLES))}")
-    return tuple(_TABLES[family](config, quantisation))
+
+def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Names that files of this family hold and nothing here looks at."""
+    return UNREAD_PREFIXES if config.is_v4 else ()
 
 
 def select(

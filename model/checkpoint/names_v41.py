@@ -16,22 +16,25 @@ from headrace.model.config import LayerKind, LayerSpec, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class _Formats:
+class Formats:
+    """How the three kinds of large weights are stored."""
+
     dense: Encoding
     experts: Encoding
     engram: Encoding
 
 
-def _formats(quantisation: Quantisation | None) -> _Formats:
+def formats_of(quantisation: Quantisation | None) -> Formats:
+    """Those of a release with this quantisation; all BF16 without."""
     if quantisation is None:
-        return _Formats(BF16, BF16, BF16)
+        return Formats(BF16, BF16, BF16)
     dense = Encoding(Kind.FP8, quantisation.weight_block)
-    return _Formats(dense, MXFP4 if quantisation.expert_dtype == "fp4" else dense, FP8_ROWS)
+    return Formats(dense, MXFP4 if quantisation.expert_dtype == "fp4" else dense, FP8_ROWS)
 
 
 def v41_entries(c: ModelConfig, quantisation: Quantisation | None) -> Iterator[TensorEntry]:
     """All weights in file order: embedding, layers, head, drafter, vision."""
-    f = _formats(quantisation)
+    f = formats_of(quantisation)
     d, vocab = c.hidden_size, c.vocab_size
     yield TensorEntry("embed.weight", (vocab, d), BF16, Part.EMBEDDING)
     for spec in c.layers:
@@ -47,20 +50,16 @@ def v41_entries(c: ModelConfig, quantisation: Quantisation | None) -> Iterator[T
 
 
 def _layer(
-    c: ModelConfig, f: _Formats, spec: LayerSpec, p: str, part: Part, n_experts: int
+    c: ModelConfig, f: Formats, spec: LayerSpec, p: str, part: Part, n_experts: int
 ) -> Iterator[TensorEntry]:
     """`part` is where the layer belongs; the first decoder layer's KV source is told apart."""
-    d, streams, index = c.hidden_size, c.hc_mult, spec.index
+    d, index = c.hidden_size, spec.index
     is_source = part is Part.DECODER and index == c.first_decoder_layer
     norm_part = Part.KV_SOURCE if is_source else part
     yield TensorEntry(f"{p}attn_norm.weight", (d,), BF16, norm_part, index)
     yield TensorEntry(f"{p}ffn_norm.weight", (d,), BF16, part, index)
-    width = streams * (2 + streams)
-    for half in ("attn", "ffn"):
-        yield TensorEntry(f"{p}hc_{half}_fn", (width, streams * d), F32, part, index)
-        yield TensorEntry(f"{p}hc_{half}_base", (width,), F32, part, index)
-        yield TensorEntry(f"{p}hc_{half}_scale", (3,), F32, part, index)
-    yield from _attention(c, f, index, f"{p}attn.", part)
+    yield from mix_entries(c, index, p, part)
+    yield from attention_entries(c, f, index, f"{p}attn.", part)
     if spec.kind is LayerKind.FULL:
         yield from _kv_source(c, spec, f"{p}attn.", norm_part)
     if spec.kind in (LayerKind.FULL, LayerKind.REINDEX):
@@ -71,9 +70,20 @@ def _layer(
     yield from _experts(c, f, index, f"{p}ffn.", part, n_experts)
 
 
-def _attention(
-    c: ModelConfig, f: _Formats, index: int, p: str, part: Part
+def mix_entries(c: ModelConfig, index: int, p: str, part: Part) -> Iterator[TensorEntry]:
+    """Stream mixes of both sublayers."""
+    streams = c.hc_mult
+    width = streams * (2 + streams)
+    for half in ("attn", "ffn"):
+        yield TensorEntry(f"{p}hc_{half}_fn", (width, streams * c.hidden_size), F32, part, index)
+        yield TensorEntry(f"{p}hc_{half}_base", (width,), F32, part, index)
+        yield TensorEntry(f"{p}hc_{half}_scale", (3,), F32, part, index)
+
+
+def attention_entries(
+    c: ModelConfig, f: Formats, index: int, p: str, part: Part
 ) -> Iterator[TensorEntry]:
+    """Projections, norms and sinks that every layer has."""
     d, hd, heads, groups = c.hidden_size, c.head_dim, c.num_attention_heads, c.o_groups
     dense: dict[str, tuple[int, int]] = {
         "wq_a": (c.q_lora_rank, d),
@@ -102,21 +112,29 @@ def _kv_source(c: ModelConfig, spec: LayerSpec, p: str, part: Part) -> Iterator[
 
 
 def _experts(
-    c: ModelConfig, f: _Formats, index: int, p: str, part: Part, n_experts: int
+    c: ModelConfig, f: Formats, index: int, p: str, part: Part, n_experts: int
 ) -> Iterator[TensorEntry]:
-    d, inner = c.hidden_size, c.moe_intermediate_size
+    d = c.hidden_size
     yield TensorEntry(f"{p}gate.weight", (n_experts, d), BF16, part, index)
     yield TensorEntry(f"{p}gate.bias", (n_experts,), F32, part, index)
     # The drafter never runs on image rows: its bias_vl is published and not used.
     unused = part is Part.DRAFTER
     yield TensorEntry(f"{p}gate.bias_vl", (n_experts,), F32, part, index, optional=unused)
+    yield from expert_entries(c, f, index, p, part, n_experts)
+
+
+def expert_entries(
+    c: ModelConfig, f: Formats, index: int, p: str, part: Part, n_experts: int
+) -> Iterator[TensorEntry]:
+    """Routed experts and the shared one."""
+    d, inner = c.hidden_size, c.moe_intermediate_size
     for expert in [*(f"experts.{e}" for e in range(n_experts)), "shared_experts"]:
         encoding = f.dense if expert == "shared_experts" else f.experts
         for name, shape in (("w1", (inner, d)), ("w2", (d, inner)), ("w3", (inner, d))):
             yield TensorEntry(f"{p}{expert}.{name}.weight", shape, encoding, part, index)
 
 
-def _engram(c: ModelConfig, f: _Formats, index: int) -> Iterator[TensorEntry]:
+def _engram(c: ModelConfig, f: Formats, index: int) -> Iterator[TensorEntry]:
     p, streams = f"layers.{index}.engram.", c.hc_mult
     rows = c.engram_num_embeddings[c.engram_layer_ids.index(index)]
     per_token = (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim
@@ -127,7 +145,7 @@ def _engram(c: ModelConfig, f: _Formats, index: int) -> Iterator[TensorEntry]:
         yield TensorEntry(f"{p}{name}", (streams, c.hidden_size), BF16, Part.ENGRAM, index)
 
 
-def _drafter(c: ModelConfig, f: _Formats) -> Iterator[TensorEntry]:
+def _drafter(c: ModelConfig, f: Formats) -> Iterator[TensorEntry]:
     """Stages are window-only layers; the first also joins the taps, the last refines drafts."""
     d, rank, last = c.hidden_size, c.dspark_markov_rank, c.num_nextn_predict_layers - 1
     for stage in range(last + 1):

@@ -22,7 +22,7 @@ from headrace.model.checkpoint.index import (
     read_index,
     require,
 )
-from headrace.model.checkpoint.names import Selection, select, tensor_table
+from headrace.model.checkpoint.names import Selection, select, tensor_table, unread_prefixes
 from headrace.model.checkpoint.parts import TensorEntry
 from headrace.model.checkpoint.release import ReleaseConfig, read_config
 from headrace.model.checkpoint.shards import CONFIG_NAME, Meter, Shard, TensorPlace, read_json
@@ -56,7 +56,7 @@ class StoredWeight:
 
     def widen(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values, in a new tensor. Raises CheckpointError if one is not finite."""
-        out = torch.empty(self.entry.shape, dtype=dtype)
+        out = torch.empty(self.entry.shape, dtype=Checkpoint.dtype_of(self.entry, dtype))
         widen(self.entry.name, self.entry.encoding, self.data, self.scale, out)
         return out
 
@@ -88,7 +88,8 @@ class Checkpoint:
         folder = Path(folder)
         release = read_config(read_json(folder / CONFIG_NAME))
         meter = Meter()
-        index = read_index(folder, meter)
+        unread = unread_prefixes(release.model)
+        index = read_index(folder, meter).without(unread)
         table = tensor_table(release.model, release.quantisation)
         present = present_entries(index, table)
         if selection is None:
@@ -104,7 +105,8 @@ class Checkpoint:
         try:
             for file in sorted(files):
                 shards[file] = shard = Shard.open(folder / file, meter)
-                for name, place in check_shard(shard, index, promised[file], specs).items():
+                found = check_shard(shard, index, promised[file], specs, unread)
+                for name, place in found.items():
                     places[name] = (shard, place)
         except BaseException:
             for shard in shards.values():
@@ -216,7 +218,9 @@ class Checkpoint:
 
     @staticmethod
     def dtype_of(entry: TensorEntry, dtype: torch.dtype) -> torch.dtype:
-        """`dtype`, but never narrower than what an F32 weight needs."""
+        """`dtype`, but never narrower than what an F32 weight needs; int64 for I64."""
+        if entry.encoding.kind is Kind.I64:
+            return torch.int64
         keeps = entry.encoding.kind is Kind.F32 and dtype == torch.bfloat16
         return torch.float32 if keeps else dtype
 

@@ -1,4 +1,4 @@
-"""config.json of a release: the nested layout, the flat one of its own program, quantisation.
+"""config.json of a release: its layout, the flat one of V4.1's own program, quantisation.
 
 Key names and the pairs of the rename table are those of the two files published with
 DeepSeek-V4.1-Flash (config.json and inference/config.json). Unknown keys are refused.
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.model.config import ModelConfig
+from headrace.model.config_file import V41_ONLY_PREFIXES, Family, family_of
 from headrace.model.errors import ConfigError
 
-MODEL_TYPE = "deepseek_v41"
+MODEL_TYPE = Family.V41.value
 _TOP_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id")
 
 # flat name -> name in text_config; the others are the same in both
@@ -54,6 +55,15 @@ _VISION_RENAMES = {
     "vision_min_pixels": "min_pixels",
     "vision_max_wh_ratio": "max_wh_ratio",
 }
+_FIXED_FACTS: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "n_shared_experts": 1,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+}
 # Settings of the release's own program run, not of the model; files say the scale's dtype.
 _FLAT_IGNORED = frozenset(
     {"max_batch_size", "max_seq_len", "temperature", "scale_dtype", "scale_fmt", "model_type"}
@@ -75,6 +85,11 @@ class Quantisation:
             raise ConfigError(f"expert_dtype: found {self.expert_dtype!r}, wanted 'fp4' or 'fp8'")
 
 
+def released_quantisation(config: ModelConfig) -> Quantisation:
+    """That of the published files of a configuration's family."""
+    return Quantisation((128, 128)) if config.is_v4 else Quantisation()
+
+
 @dataclass(frozen=True, slots=True)
 class ReleaseConfig:
     """A checkpoint's configuration; without quantisation all matrices are BF16."""
@@ -88,10 +103,11 @@ def read_config(document: Mapping[str, Any]) -> ReleaseConfig:
     if "text_config" not in document and "n_layers" in document:
         document = _nested(document)
     top = dict(document)
-    found = top.get("model_type", MODEL_TYPE)
-    if found != MODEL_TYPE:
-        raise ConfigError(f"model_type: found {found!r}, wanted {MODEL_TYPE!r}")
-    quantisation = _quantisation(top.pop("quantization_config", None))
+    family = family_of(top)
+    stored = top.pop("quantization_config", None)
+    if family is Family.V4 and isinstance(stored, Mapping) and "expert_dtype" in top:
+        stored = {"expert_dtype": top.pop("expert_dtype"), **stored}  # where V4's file says it
+    quantisation = _quantisation(stored)
     text = top.get("text_config")
     if isinstance(text, Mapping):
         text = dict(text)
@@ -181,7 +197,10 @@ def quantisation_document(quantisation: Quantisation) -> dict[str, Any]:
 
 
 def config_document(release: ReleaseConfig) -> dict[str, Any]:
-    """The nested config.json of a release; `read_config` of it gives `release` back."""
+    """The published config.json of a release, nested for V4.1 and flat for V4; `read_config` of it
+    gives `release` back."""
+    if release.model.is_v4:
+        return _v4_document(release)
     text = dataclasses.asdict(release.model)
     vision = text.pop("vision")
     del text["family"], text["num_hash_layers"]  # V4's
@@ -194,16 +213,28 @@ def config_document(release: ReleaseConfig) -> dict[str, Any]:
     if release.quantisation is not None:
         document["quantization_config"] = quantisation_document(release.quantisation)
     text["rope_scaling"] = {"rope_type": "yarn", **text["rope_scaling"]}
-    document["text_config"] = text | {
-        "num_key_value_heads": 1,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "n_shared_experts": 1,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-    }
+    document["text_config"] = text | _FIXED_FACTS
     if vision is not None:
         vision["downsample_ratio"] = vision.pop("downsample")
         document["vision_config"] = vision
+    return document
+
+
+def _v4_document(release: ReleaseConfig) -> dict[str, Any]:
+    values = dataclasses.asdict(release.model)
+    kept = {k: v for k, v in values.items() if not k.startswith(V41_ONLY_PREFIXES)}
+    for key in ("family", "num_nextn_predict_layers", "image_token_id"):
+        del kept[key]
+    document = {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": Family.V4.value,
+        "torch_dtype": "bfloat16",
+        **kept,
+        "rope_scaling": {"type": "yarn", **kept["rope_scaling"]},
+        **_FIXED_FACTS,
+    }
+    if release.quantisation is not None:
+        stored = quantisation_document(release.quantisation)
+        document["expert_dtype"] = stored.pop("expert_dtype")
+        document["quantization_config"] = stored
     return document

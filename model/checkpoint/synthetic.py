@@ -11,12 +11,15 @@ from headrace.model.checkpoint.names import Selection, select, tensor_table
 from headrace.model.checkpoint.reader import OnProgress
 from headrace.model.checkpoint.release import ReleaseConfig
 from headrace.model.checkpoint.writer import DEFAULT_SHARD_BYTES, write_values
-from headrace.model.weights import Init, TensorSpec, random_tensor
+from headrace.model.weights import Init, TensorSpec, random_experts, random_tensor
 
 _BY_ENDING = {
     "_fn": Init.MIX_FN,
     "_base": Init.HALF,
     "hc_attn_scale": Init.MIX_SCALE,
+    "hc_head_scale": Init.MIX_SCALE,
+    ".ape": Init.HALF,
+    "tid2eid": Init.EXPERTS,
     "hc_ffn_scale": Init.MIX_SCALE,
     "attn_sink": Init.HALF,
     "gate.bias": Init.BIAS,
@@ -43,19 +46,23 @@ def init_of(name: str, shape: tuple[int, ...]) -> Init:
 
 
 class RandomValues(Mapping[str, torch.Tensor]):
-    """Name -> float32 values of one seed, made anew at each look-up.
+    """Name -> float32 values (int64 for a table of experts) of one seed, made anew at each look-up.
 
     The trunk's are those of `Trunk.random` with the same seed.
     """
 
     def __init__(self, release: ReleaseConfig, seed: int) -> None:
         table = tensor_table(release.model, release.quantisation)
+        self._config = release.model
         self._shapes = {entry.name: entry.shape for entry in table}
         self.seed = seed
 
     def __getitem__(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
-        return random_tensor(TensorSpec(name, shape, init_of(name, shape)), self.seed)
+        spec = TensorSpec(name, shape, init_of(name, shape))
+        if spec.init is Init.EXPERTS:
+            return random_experts(self._config, spec, self.seed)
+        return random_tensor(spec, self.seed)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)

@@ -14,7 +14,7 @@ import torch
 from headrace.model.checkpoint.encoding import StoredSpec, quantise
 from headrace.model.checkpoint.errors import CheckpointError
 from headrace.model.checkpoint.index import PREFIX
-from headrace.model.checkpoint.names import Selection, select, tensor_table
+from headrace.model.checkpoint.names import Selection, select, tensor_table, unread_prefixes
 from headrace.model.checkpoint.parts import TensorEntry
 from headrace.model.checkpoint.reader import (
     Checkpoint,
@@ -76,9 +76,16 @@ def plan_shards(
 
 
 def same_shards(checkpoint: Checkpoint) -> tuple[ShardPlan, ...]:
-    """The plan that an open checkpoint was written by: files, names, order, metadata."""
+    """The plan that an open checkpoint was written by: files, names, order, metadata.
+
+    Raises ConfigError if a file holds a tensor that is never read.
+    """
     plans = []
+    unread = unread_prefixes(checkpoint.release.model)
     for shard in checkpoint.shards:
+        for place in shard.header.places:
+            if place.spec.name.removeprefix(PREFIX).startswith(unread):
+                raise ConfigError(f"{place.spec.name}: is not read, so a copy would lack it")
         places = sorted(shard.header.places, key=lambda place: place.offset)
         raw_names = tuple(place.spec.name for place in places)
         specs = tuple(

@@ -58,10 +58,19 @@ class Driver:
     """A model and one state, filled with NaN, that runs parts of sequences."""
 
     def __init__(
-        self, trunk: Trunk, *, backtrack_rows: int = 6, n_blocks: int = 16, n_slots: int = 4
+        self,
+        trunk: Trunk,
+        *,
+        backtrack_rows: int = 6,
+        n_blocks: int = 16,
+        n_slots: int = 4,
+        ring_rows: int | None = None,
+        kv_quant: bool = True,
     ) -> None:
         self.trunk = trunk
-        self.layout = CacheLayout.of(trunk.config, backtrack_rows)
+        self.layout = CacheLayout.of(
+            trunk.config, backtrack_rows, ring_rows=ring_rows, kv_quant=kv_quant
+        )
         self.state = KvState(
             trunk.config,
             self.layout,
@@ -133,8 +142,9 @@ def _replace(part: Part, **changes: int) -> Part:
 @lru_cache(maxsize=8)
 def _trunk(name: str, numerics: Numerics, seed: int) -> Trunk:
     config = ModelConfig.load(name)
-    token_map = build_token_map(package_tokenizer(config.vocab_size)).ids
-    return Trunk.random(config, seed, numerics, token_map=token_map)
+    has_engram = bool(config.engram_layer_ids)
+    ids = build_token_map(package_tokenizer(config.vocab_size)).ids if has_engram else None
+    return Trunk.random(config, seed, numerics, token_map=ids)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 def state_bytes(layout: Any, n_tokens: int) -> int:
     """Header, windows of all layers, compressor tails in fp64, groups of the incomplete block."""
     windows = layout.n_layers * layout.window_record_rows * layout.swa_row_bytes
-    tails = len(layout.tail_layers) * layout.tail_history_rows * 2 * 64 * 8
+    tails = sum(t.history_tokens * 2 * t.width for t in layout.tails) * 8
     entries = sum(
         n_tokens % 128 // s.ratio * (s.main_row_bytes + s.index_data_bytes + s.index_scale_bytes)
         for s in layout.sources
