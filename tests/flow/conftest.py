@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +36,19 @@ from headrace.core.peers import Peer, introduce
 from headrace.core.request import FinishReason, GenRequest, Sampling
 from headrace.engine import LLM, EngineSettings
 from headrace.kvstore import EmbeddedRedis, embedded_valkey
+
+
+def _beside(name: str) -> None:
+    """Make a file beside this one importable as headrace_tests_flow_<name>, since test files cannot
+    import each other."""
+    full = f"headrace_tests_flow_{name}"
+    spec = importlib.util.spec_from_file_location(full, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    sys.modules[full] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[full])
+
+
+_beside("engines")
 
 TOKEN = "a token of tests, 32 characters.."
 GREEDY = Sampling()

@@ -2,8 +2,7 @@
 
 A prefill engine (encoder half) and a decode engine (both halves) in one process; objects pass as
 bytes through a dict keyed by digest. The yardstick is the `all` engine: the same prompt cold, with
-window records at every grain. All engines hand out blocks and slots filled with NaN, have other
-ring sizes, other block numbers and other step sizes, and run `invariant` numerics.
+window records at every grain.
 
 The default run takes every N, and every keep, hit and window choice of each configuration at least
 once (`test_the_default_run_covers`); the whole product takes half an hour:
@@ -13,19 +12,15 @@ once (`test_the_default_run_covers`); the whole product takes half an hour:
 
 from __future__ import annotations
 
-import random
-from array import array
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
 import torch
+from headrace_tests_flow_engines import MAX_TOKENS, Run, cold_run, make_engine, request, run_engine
 
-from headrace.core.chain import TOKEN_TYPE, as_token_ids
-from headrace.core.ids import Digest, JobKey, RequestId
-from headrace.core.images import ImageSpan, span_block_digests
-from headrace.core.request import FinishReason, GenRequest, HandoffMode, Sampling
+from headrace.core.ids import Digest
+from headrace.core.request import GenRequest
 from headrace.core.rows import (
     Geometry,
     RowPlan,
@@ -35,24 +30,9 @@ from headrace.core.rows import (
     plan_prefill,
     record_position,
 )
-from headrace.engine import (
-    BlockDone,
-    Engine,
-    EngineSettings,
-    Half,
-    Job,
-    RowsDone,
-    SequenceFailed,
-    TokenSampled,
-    WindowDone,
-    spans_to_run,
-)
-from headrace.model import Numerics, SlotState, Trunk, load_named
+from headrace.engine import Half
+from headrace.model import Numerics, Trunk, load_named
 
-ROOT = Digest(bytes(range(32)))
-MAX_TOKENS = 4
-PICTURE_ROWS = 22
-IMAGE_TOKEN_ID = 4001
 WINDOWS = {"t1": 32, "t2": 128}
 EXACT_HALO = {"t1": 187, "t2": 763}
 
@@ -122,13 +102,20 @@ def picture_cases() -> list[Case]:
     with H = N and F = 468. Spans of 22 rows."""
     # over a block's end; before start and ending at it; across start and H; across F; at N; at 0
     places = [(118,), (300, 362), (376,), (446,), (478,), (0, 350, 372)]
+    # without the record: ending at start = 198, across it, before it
+    places += [(176,), (190,), (100, 150)]
     cases = [
         Case("t1", 500, 44, list(HITS)[place % 5], record, starts)
         for place, starts in enumerate(places)
         for record in (True, False)
     ]
-    at_n = Case("t1", 512, 44, "cold prefill", True, (490,))
-    return [*cases, at_n, Case("t1", 512, 44, "decode loads one block", False, (122, 458))]
+    cases += [Case("t1", 512, 44, "decode loads one block", False, (122, 458))]
+    cases += [
+        Case("t1", 512, 44, hits, True, (490,)) for hits in ("cold prefill", "prefill finds all")
+    ]
+    # T2, keep 140: F = 360, H = 384, p = start = 256, and 0 without the record
+    cases += [Case("t2", 500, 140, "cold prefill", r, (245, 350, 375, 478)) for r in (True, False)]
+    return cases
 
 
 def whole_product(config: str, n: int, keep: int) -> list[Case]:
@@ -141,154 +128,7 @@ def trunks() -> dict[str, Trunk]:
     return {name: load_named(name, 0, Numerics.INVARIANT) for name in WINDOWS}
 
 
-# ---- running one engine ----------------------------------------------------------------------
-
-
-@dataclass
-class Run:
-    """Everything that one engine showed of one request."""
-
-    tokens: list[int] = field(default_factory=list)
-    logits: list[bytes] = field(default_factory=list)  # of every sampled row, in order
-    done_blocks: dict[int, bytes] = field(default_factory=dict)  # from BlockDone
-    windows: dict[int, bytes] = field(default_factory=dict)  # from WindowDone
-    first_rows: tuple[int, int] = (0, 0)  # at the first token, or at RowsDone
-    groups_written: int = 0
-    held_blocks: list[bytes] = field(default_factory=list)  # all blocks with KV, at the end
-    slot: SlotState | None = None  # at the end, all layers
-
-
-def request(case: Case) -> GenRequest:
-    draw = random.Random(7)
-    ids = as_token_ids([draw.randrange(16, 3900) for _ in range(case.n_tokens)])
-    spans = tuple(
-        ImageSpan(start, PICTURE_ROWS, Digest(bytes([number + 1] * 32)))
-        for number, start in enumerate(case.pictures)
-    )
-    for span in spans:
-        ids[span.start : span.end] = array(TOKEN_TYPE, [IMAGE_TOKEN_ID] * span.n_tokens)
-    return GenRequest(
-        request_id=RequestId("r"),
-        epoch=0,
-        token_ids=ids,
-        chain_root=ROOT,
-        digests=span_block_digests(ROOT, ids, spans),
-        keep_tokens=case.keep_tokens,
-        max_tokens=MAX_TOKENS,
-        sampling=Sampling(),
-        stop_token_ids=(),
-        mode=HandoffMode.EXACT,
-        domain="d",
-        deadline_s=60.0,
-        images=spans,
-    )
-
-
-@cache
-def picture_rows(digest: Digest, hidden_size: int) -> torch.Tensor:
-    """Seeded rows on the grid of 2^-16, as a tower gives them."""
-    generator = torch.Generator().manual_seed(digest[0])
-    shape = (PICTURE_ROWS, hidden_size)
-    rows = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return torch.round(rows * 65536) / 65536
-
-
-def make_engine(
-    trunk: Trunk, half: Half, *, rows: int, backtrack_rows: int, spacing: int = 8192
-) -> Engine:
-    engine = Engine(
-        trunk,
-        EngineSettings(n_blocks=12, n_slots=2, max_rows_per_step=rows, replay_rows_per_step=rows),
-        half,
-        record_spacing_tokens=spacing,
-        poison=True,
-        backtrack_rows=backtrack_rows,
-    )
-    if half is Half.FULL:
-        # Shift block and slot numbers, so that no two engines use the same ones.
-        decoy = Case("", 300, 128, "", False)
-        admitted = engine.admit(Job(request(decoy), as_token_ids([]), 0))
-        assert admitted is not None
-        engine.release(admitted.key)
-    return engine
-
-
-def run_engine(
-    engine: Engine,
-    job: GenRequest,
-    hit_blocks: int,
-    plan: RowPlan,
-    store: dict[Digest, bytes],
-    window: bytes | None,
-) -> Run:
-    run = Run()
-    engine.runner.on_logits = lambda key, position, row: run.logits.append(row.numpy().tobytes())
-    admission = engine.admit(Job(job, as_token_ids([]), hit_blocks))
-    assert admission is not None
-    for fill in admission.fills:
-        assert engine.write_fill(fill, store[fill.digest])
-    needed = spans_to_run(job, plan)  # rows of others are not there, and must not be missed
-    width = engine.model.config.hidden_size
-    pictures = {span.digest: picture_rows(span.digest, width) for span in needed}
-    assert engine.start(job.key, plan, window, pictures)
-    original = engine.runner.run
-
-    def counting(step):  # type: ignore[no-untyped-def]
-        result = original(step)
-        run.groups_written += result.groups_written
-        return result
-
-    engine.runner.run = counting  # type: ignore[method-assign]
-    while engine.has_work:
-        for event in engine.step():
-            take(engine, event, run)
-    collect(engine, job.key, run)
-    engine.release(job.key)
-    engine.check_integrity()
-    assert engine.stats().held_blocks == 0
-    return run
-
-
-def take(engine: Engine, event: object, run: Run) -> None:
-    match event:
-        case SequenceFailed(error=error):
-            raise error
-        case BlockDone(index=index, block=block):
-            run.done_blocks[index] = bytes(engine.block_view(block))
-        case WindowDone(position=position, payload=payload):
-            run.windows[position] = payload
-        case TokenSampled():
-            if not run.tokens:
-                run.first_rows = (event.encoder_rows, event.decoder_rows)
-            run.tokens.append(event.token_id)
-            assert event.index == len(run.tokens) - 1
-            assert (event.finish is FinishReason.LENGTH) == (len(run.tokens) == MAX_TOKENS)
-        case RowsDone():
-            run.first_rows = (event.encoder_rows, event.decoder_rows)
-
-
-def collect(engine: Engine, key: JobKey, run: Run) -> None:
-    (sequence,) = (s for s in engine.scheduler.sequences() if s.key == key)
-    length = sequence.next_row
-    used = engine.state.layout.n_blocks(length)
-    if engine.half is Half.FULL:
-        run.held_blocks = [engine.state.read_block(b) for b in sequence.lease.blocks[:used]]
-        run.slot = engine.state.export_slot(sequence.lease.slot, length)
-
-
 # ---- one case --------------------------------------------------------------------------------
-
-
-@cache
-def reference(trunk: Trunk, config: str, n: int, keep: int, pictures: tuple[int, ...] = ()) -> Run:
-    """The `all` engine, cold, with a window record at every grain."""
-    job = request(Case(config, n, keep, "", True, pictures))
-    engine = make_engine(trunk, Half.FULL, rows=512, backtrack_rows=6, spacing=128)
-    plan = plan_decode(n, 0, keep, (), engine.geometry)
-    run = run_engine(engine, job, 0, plan, {}, None)
-    assert run.first_rows == (n, min(n, keep))
-    assert sorted(run.windows) == list(range(128, n + MAX_TOKENS, 128))
-    return run
 
 
 def decode_plan(case: Case, geometry: Geometry) -> tuple[RowPlan, int]:
@@ -300,8 +140,8 @@ def decode_plan(case: Case, geometry: Geometry) -> tuple[RowPlan, int]:
 
 
 def check(case: Case, trunk: Trunk) -> None:
-    wanted = reference(trunk, case.config, case.n_tokens, case.keep_tokens, case.pictures)
-    job = request(case)
+    wanted = cold_run(trunk, case.n_tokens, case.keep_tokens, case.pictures)
+    job = request(case.n_tokens, case.keep_tokens, case.pictures)
     n_blocks = case.n_tokens // 128
     stored = {d: wanted.done_blocks[i] for i, d in enumerate(job.digests)}
 

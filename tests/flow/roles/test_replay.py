@@ -3,6 +3,8 @@ namespace of their own."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,8 @@ from headrace.core.ids import Digest, RequestId
 from headrace.core.request import GenRequest, HandoffMode, Sampling
 from headrace.core.rows import StartKind, floor_grain, plan_decode, plan_prefill
 from headrace.engine import BlockDone, Engine, EngineSettings, Half, Job, TokenSampled, WindowDone
-from headrace.kvstore import StoreClient
+from headrace.kvstore import IndexReader, StoreClient
+from headrace.kvstore.layout import SlotHeader
 from headrace.model import Numerics, load_named
 
 MODEL = "t1"
@@ -88,9 +91,20 @@ async def exact_client(cluster: Any) -> StoreClient:
     return client
 
 
+def objects_by_namespace(client: StoreClient) -> Counter[bytes]:
+    """Every sealed object of the arena, whatever its kind, counted by the namespace it names."""
+    _, arena = client._mapped
+    slots = ((region, slot) for region in arena.regions for slot in range(region.slots))
+    headers = (SlotHeader.unpack(bytes(arena.header(*slot))) for slot in slots)
+    return Counter(header.facts.namespace for header in headers if header is not None)
+
+
 async def test_two_turns_equal_the_reference_and_no_byte_is_exact(
-    cluster, yardstick, prompt, reference
+    cluster, yardstick, prompt, reference, valkey
 ) -> None:
+    exact_name = cluster.card.namespace().digest()
+    own_name = cluster.card.namespace("replayed").digest()
+    before = objects_by_namespace(cluster.prefill.store)
     ids = prompt(640, "replayed")
     request = cluster.request(ids, 70)
     assert request.exact_root not in (None, request.chain_root)
@@ -127,6 +141,17 @@ async def test_two_turns_equal_the_reference_and_no_byte_is_exact(
     assert await exact.open_prefix(request.digests, None) == ()
     for store, keys in ((exact, digests), (cluster.prefill.store, request.digests)):
         assert await store.open_windows([(0, digest) for digest in keys], None) is None
+    # The arena itself holds six more objects, and all of them name the replayed namespace.
+    after = objects_by_namespace(cluster.prefill.store)
+    assert after[exact_name] == before[exact_name]
+    assert after - before == Counter({own_name: 6})
+    # Nor does the index list anything under an exact key.
+    index = IndexReader(valkey.url)
+    async with asyncio.timeout(10):
+        while (await index.hit_blocks(own_name, request.digests)).blocks < 6:
+            await asyncio.sleep(0.02)
+    assert (await index.hit_blocks(exact_name, digests)).blocks == 0
+    await index.close()
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -41,6 +41,27 @@ async def test_missing_at_load_is_asked_for_in_the_next_attempt(service: Any) ->
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("g", [1, 3, 5])
+@pytest.mark.parametrize("late", [False, True], ids=["picture before F", "picture across F"])
+async def test_a_lost_answer_about_a_picture_goes_on(service: Any, g: int, late: bool) -> None:
+    """Decode gives up after `g` tokens: the next one runs rows of the picture again where the
+    resume needs them, and the client reads the text of one engine."""
+    words = service.text(300, f"resumed {g} {late}")
+    picture = service.png(60 + g)
+    parts = (words, picture, service.text(24, "tail")) if late else (picture, words)
+    body = service.chat(*parts)
+    (span,) = service.prompt(body)[1]
+    floor = len(service.prompt(body)[0]) - service.cluster.keep_tokens
+    assert (span.start < floor < span.end) if late else span.end < floor
+    faults.arm(f"decode.token=raise@{g}")
+    await service.ask(body)
+    assert faults.fired("decode.token") == 1
+    record = service.record()
+    assert (record["attempts"], record["resumes"]) == (2, 1)
+    assert record["completion_tokens"] == 6
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("action", ["nan", "flip", "raise"])
 async def test_one_bad_encode_is_done_elsewhere(service: Any, action: str) -> None:
     """NaN, a wrong length and an exception: never decoded, once more on the other replica."""

@@ -1,0 +1,204 @@
+"""One engine and one request at a time, with everything that it shows: what the tests of exactness
+compare bit for bit.
+
+All engines hand out blocks and slots filled with NaN and run `invariant` numerics; those that are
+compared have other ring sizes, other block numbers and other step sizes.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from headrace.core.chain import TOKEN_TYPE, as_token_ids
+from headrace.core.ids import Digest, JobKey, RequestId
+from headrace.core.images import ImageSpan, span_block_digests
+from headrace.core.request import FinishReason, GenRequest, HandoffMode, Sampling
+from headrace.core.rows import RowPlan, plan_decode
+from headrace.engine import (
+    BlockDone,
+    Engine,
+    EngineSettings,
+    Half,
+    Job,
+    RowsDone,
+    SequenceFailed,
+    TokenSampled,
+    WindowDone,
+    spans_to_run,
+)
+from headrace.model import SlotState, Trunk
+
+ROOT = Digest(bytes(range(32)))
+MAX_TOKENS = 4
+PICTURE_ROWS = 22
+IMAGE_TOKEN_ID = 4001
+
+
+@dataclass
+class Run:
+    """Everything that one engine showed of one request."""
+
+    max_tokens: int
+    n_before: int = 0  # tokens of a former attempt
+    tokens: list[int] = field(default_factory=list)
+    logits: list[bytes] = field(default_factory=list)  # of every sampled row, in order
+    done_blocks: dict[int, bytes] = field(default_factory=dict)  # from BlockDone
+    windows: dict[int, bytes] = field(default_factory=dict)  # from WindowDone
+    first_rows: tuple[int, int] = (0, 0)  # at the first token, or at RowsDone
+    groups_written: int = 0
+    held_blocks: list[bytes] = field(default_factory=list)  # all blocks with KV, at the end
+    slot: SlotState | None = None  # at the end, all layers
+    state: bytes = b""  # at the end, as mode `state` exports it
+
+
+def request(
+    n_tokens: int, keep_tokens: int, pictures: Sequence[int] = (), max_tokens: int = MAX_TOKENS
+) -> GenRequest:
+    """The same text for the same length; `pictures` are where spans begin."""
+    draw = random.Random(7)
+    ids = as_token_ids([draw.randrange(16, 3900) for _ in range(n_tokens)])
+    spans = tuple(
+        ImageSpan(start, PICTURE_ROWS, Digest(bytes([number + 1] * 32)))
+        for number, start in enumerate(pictures)
+    )
+    for span in spans:
+        ids[span.start : span.end] = array(TOKEN_TYPE, [IMAGE_TOKEN_ID] * span.n_tokens)
+    return GenRequest(
+        request_id=RequestId("r"),
+        epoch=0,
+        token_ids=ids,
+        chain_root=ROOT,
+        digests=span_block_digests(ROOT, ids, spans),
+        keep_tokens=keep_tokens,
+        max_tokens=max_tokens,
+        sampling=Sampling(),
+        stop_token_ids=(),
+        mode=HandoffMode.EXACT,
+        domain="d",
+        deadline_s=60.0,
+        images=spans,
+    )
+
+
+@cache
+def picture_rows(digest: Digest, hidden_size: int) -> torch.Tensor:
+    """Seeded rows on the grid of 2^-16, as a tower gives them."""
+    generator = torch.Generator().manual_seed(digest[0])
+    shape = (PICTURE_ROWS, hidden_size)
+    rows = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.round(rows * 65536) / 65536
+
+
+def make_engine(
+    trunk: Trunk, half: Half, *, rows: int, backtrack_rows: int, spacing: int = 8192
+) -> Engine:
+    engine = Engine(
+        trunk,
+        EngineSettings(n_blocks=12, n_slots=2, max_rows_per_step=rows, replay_rows_per_step=rows),
+        half,
+        record_spacing_tokens=spacing,
+        poison=True,
+        backtrack_rows=backtrack_rows,
+    )
+    if half is Half.FULL:
+        # Shift block and slot numbers, so that no two engines use the same ones.
+        admitted = engine.admit(Job(request(300, 128), as_token_ids([]), 0))
+        assert admitted is not None
+        engine.release(admitted.key)
+    return engine
+
+
+def run_engine(
+    engine: Engine,
+    job: GenRequest,
+    hit_blocks: int,
+    plan: RowPlan,
+    store: dict[Digest, bytes],
+    window: bytes | None,
+    *,
+    generated: Sequence[int] = (),
+    state: bytes | None = None,
+) -> Run:
+    """Run `plan`, or with `state` take that over in its place; `generated` are tokens of a former
+    attempt."""
+    run = Run(max_tokens=job.max_tokens, n_before=len(generated))
+    engine.runner.on_logits = lambda key, position, row: run.logits.append(row.numpy().tobytes())
+    admission = engine.admit(Job(job, as_token_ids(list(generated)), hit_blocks))
+    assert admission is not None
+    for fill in admission.fills:
+        assert engine.write_fill(fill, store[fill.digest])
+    needed = spans_to_run(job, plan)  # rows of others are not there, and must not be missed
+    width = engine.model.config.hidden_size
+    pictures = {span.digest: picture_rows(span.digest, width) for span in needed}
+    if state is None:
+        assert engine.start(job.key, plan, window, pictures)
+    else:
+        assert engine.adopt(job.key, state)
+    original = engine.runner.run
+
+    def counting(step):  # type: ignore[no-untyped-def]
+        result = original(step)
+        run.groups_written += result.groups_written
+        return result
+
+    engine.runner.run = counting  # type: ignore[method-assign]
+    while engine.has_work:
+        for event in engine.step():
+            take(engine, event, run)
+    collect(engine, job.key, run)
+    engine.release(job.key)
+    engine.check_integrity()
+    assert engine.stats().held_blocks == 0
+    return run
+
+
+def take(engine: Engine, event: object, run: Run) -> None:
+    match event:
+        case SequenceFailed(error=error):
+            raise error
+        case BlockDone(index=index, block=block):
+            run.done_blocks[index] = bytes(engine.block_view(block))
+        case WindowDone(position=position, payload=payload):
+            run.windows[position] = payload
+        case TokenSampled():
+            if not run.tokens:
+                run.first_rows = (event.encoder_rows, event.decoder_rows)
+            run.tokens.append(event.token_id)
+            assert event.index == run.n_before + len(run.tokens) - 1
+            assert (event.finish is FinishReason.LENGTH) == (event.index == run.max_tokens - 1)
+        case RowsDone():
+            run.first_rows = (event.encoder_rows, event.decoder_rows)
+
+
+def collect(engine: Engine, key: JobKey, run: Run) -> None:
+    (sequence,) = (s for s in engine.scheduler.sequences() if s.key == key)
+    length = sequence.next_row
+    used = engine.state.layout.n_blocks(length)
+    if engine.half is Half.FULL:
+        run.held_blocks = [engine.state.read_block(b) for b in sequence.lease.blocks[:used]]
+        run.slot = engine.state.export_slot(sequence.lease.slot, length)
+        run.state = engine.export_state(key)
+
+
+@cache
+def cold_run(
+    trunk: Trunk,
+    n_tokens: int,
+    keep_tokens: int,
+    pictures: tuple[int, ...] = (),
+    max_tokens: int = MAX_TOKENS,
+) -> Run:
+    """The `all` engine, with a window record at every grain."""
+    job = request(n_tokens, keep_tokens, pictures, max_tokens)
+    engine = make_engine(trunk, Half.FULL, rows=512, backtrack_rows=6, spacing=128)
+    plan = plan_decode(n_tokens, 0, keep_tokens, (), engine.geometry)
+    run = run_engine(engine, job, 0, plan, {}, None)
+    assert run.first_rows == (n_tokens, min(n_tokens, keep_tokens))
+    assert sorted(run.windows) == list(range(128, n_tokens + max_tokens, 128))
+    return run
