@@ -142,17 +142,15 @@ def _reader_for(file: _File) -> _Reader:
         return _webp
     if data.startswith((b"GIF87a", b"GIF89a")):
         return _gif
-    file.refuse(
-        f"has {_name_of_other(data)}, which is not supported; supported are PNG, JPEG, WebP and GIF"
-    )
+    file.refuse(f"{_what_else(data)}; supported are PNG, JPEG, WebP and GIF")
 
 
-def _name_of_other(data: bytes) -> str:
+def _what_else(data: bytes) -> str:
     for offset, magic, name in _OTHER_FORMATS:
         if data[offset : offset + len(magic)] == magic:
-            return f"format {name}"
+            return f"is {'an' if name[0] in 'AIO' else 'a'} {name} file"
     text = data[:256].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
-    return "format SVG" if text.startswith(_SVG_STARTS) else "an unknown format"
+    return "is an SVG file" if text.startswith(_SVG_STARTS) else "is of no known format"
 
 
 def _png(file: _File) -> ImageHeader:

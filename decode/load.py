@@ -175,8 +175,7 @@ class Loader:
     async def pictures(self, job: Job, plan: RowPlan) -> PictureRows:
         """Rows of the pictures that `plan` runs through; they stay leased for the job.
 
-        Raises `PicturesMissing` when one is gone or damaged, and `StateError` for one that is not
-        what the request says."""
+        Raises `PicturesMissing` when one is gone, damaged or not what the request says."""
         spans = spans_to_run(job.request, plan)
         if not spans:
             return {}

@@ -188,8 +188,8 @@ class Engine:
         """The rows of `spans` from the payloads of their `mm` objects, for `start`; from any
         thread.
 
-        Raises `PicturesMissing` without one of them, `StateError` for one that is not exactly the
-        rows of its span."""
+        Raises `PicturesMissing` without one of them, and for one that is not exactly the rows of
+        its span."""
         return unpack_pictures(self.model, spans, payloads)
 
     def adopt(self, key: JobKey, payload: Buffer) -> bool:

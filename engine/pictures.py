@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -15,9 +16,10 @@ from headrace.core.ids import Digest
 from headrace.core.images import ImageSpan, spans_within
 from headrace.core.request import GenRequest
 from headrace.core.rows import RowPlan
-from headrace.model import Trunk
+from headrace.model import StateError, Trunk
 from headrace.model.vision_rows import Buffer, unpack_rows
 
+log = logging.getLogger(__name__)
 PictureRows: TypeAlias = Mapping[Digest, torch.Tensor]
 
 
@@ -50,12 +52,16 @@ def unpack_picture(trunk: Trunk, span: ImageSpan, payload: Buffer) -> torch.Tens
 def unpack_pictures(
     trunk: Trunk, spans: Sequence[ImageSpan], payloads: Mapping[Digest, Buffer]
 ) -> PictureRows:
-    """Rows of all `spans`; from any thread. Raises `PicturesMissing` if a payload is not there and
-    `StateError` as `unpack_picture` does."""
+    """Rows of all `spans`; from any thread. Raises `PicturesMissing` if a payload is not there, or
+    is not what `unpack_picture` wants: whoever made it did not check."""
     missing = {span.digest for span in spans} - payloads.keys()
     if missing:
         raise PicturesMissing(f"rows of {len(missing)} pictures are not in the store")
-    return {span.digest: unpack_picture(trunk, span, payloads[span.digest]) for span in spans}
+    try:
+        return {span.digest: unpack_picture(trunk, span, payloads[span.digest]) for span in spans}
+    except StateError as error:
+        log.warning("a stored picture is refused: %s", error.message)
+        raise PicturesMissing("stored rows are not those of the picture") from error
 
 
 def check_pictures(request: GenRequest, plan: RowPlan, pictures: PictureRows, trunk: Trunk) -> None:

@@ -16,7 +16,7 @@ from headrace.core.images import ImageSpan, span_block_digests
 from headrace.core.request import GenRequest
 from headrace.core.rows import plan_decode
 from headrace.engine import BlockDone, Engine, Half, Job, SequenceFailed, TokenSampled
-from headrace.model import CacheLayout, KvState, RowBatch, StateError, Trunk
+from headrace.model import CacheLayout, KvState, RowBatch, Trunk
 from headrace.model.vision_rows import pack_rows
 
 NewEngine = Callable[..., Engine]
@@ -175,7 +175,7 @@ def test_payloads_are_checked(new_engine: NewEngine, t1: Trunk) -> None:
     with pytest.raises(PicturesMissing, match="rows of 1 pictures"):
         engine.unpack_pictures([span], {})
     for wrong in (rows[:-1], rows[:, :-1], rows.float()):
-        with pytest.raises(StateError, match="picture rows"):
+        with pytest.raises(PicturesMissing, match="not those of the picture"):
             engine.unpack_pictures([span], {span.digest: pack_rows(wrong.contiguous())})
 
 

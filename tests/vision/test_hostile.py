@@ -93,8 +93,8 @@ def bombs(files: Any) -> dict[str, tuple[bytes, str]]:
         "GIF frames": (files.gif((1, 1), [(0, 0, 1, 1)] * N_FRAMES), "is an animated GIF"),
         "APNG frames": (apng(files, N_FRAMES), "is an animated PNG"),
         "WebP frames": (webp_frames(files, N_FRAMES), "is an animated WebP"),
-        "TIFF": (tiff(1000), "has format TIFF, which is not supported"),
-        "SVG": (svg, "has format SVG, which is not supported"),
+        "TIFF": (tiff(1000), "is a TIFF file; supported are PNG, JPEG, WebP and GIF"),
+        "SVG": (svg, "is an SVG file; supported are PNG"),
     }
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import struct
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headrace.core import faults
 from headrace.core.ids import Digest
+from headrace.kvstore import Kind
+from headrace.model.vision_rows import pack_rows
 from headrace.router.sight import two_rings
 
 MODEL = "toy"
@@ -81,6 +86,35 @@ async def test_no_replica_can_encode(service: Any) -> None:
     await service.at_rest()
     faults.disarm()
     await service.ask(service.chat("try", service.png(30), "a"))
+
+
+def wrong_rows(kind: str, n_rows: int, width: int) -> bytes:
+    """A payload that is whole as an object of the store and is not the picture's rows."""
+    rows = torch.zeros(n_rows - (kind == "short"), width, dtype=torch.float64)
+    if kind == "float32":
+        return pack_rows(rows.float())
+    payload = bytearray(pack_rows(rows))
+    if kind == "nan":
+        payload[-8:] = struct.pack("<d", math.nan)
+    return bytes(payload)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", ["short", "float32", "nan"])
+async def test_wrong_rows_under_the_right_key_are_never_run(service: Any, kind: str) -> None:
+    """As a vision replica would leave them that does not check what it makes."""
+    body = service.chat("lie", service.png(100 + len(kind)), service.text(250, kind))
+    (span,) = service.prompt(body)[1]
+    width = service.cluster.prefill.engine.model.config.hidden_size
+    store, payload = service.cluster.prefill.store, wrong_rows(kind, span.n_tokens, width)
+    (place,) = await store.put(Kind.MM, [(span.digest, payload)])
+    assert place is not None
+    rows = service.rows()
+    answer = await service.post(body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "pictures_missing")
+    assert (service.rows(), service.record()["attempts"]) == (rows, 3)
+    await service.at_rest()
+    await service.ask(service.chat("another", service.png(110 + len(kind)), "?"))
 
 
 @pytest.mark.fault
