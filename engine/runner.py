@@ -7,7 +7,7 @@ every slot. Rows are counted from what the model says it ran.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,6 +79,26 @@ class Runner:
         self._tables[slot] = -1
         self._tables[slot, : len(blocks)] = blocks
 
+    def run_drafts(
+        self, segments: Sequence[Segment], drafts: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """Logits float32 [rows, vocab] of all rows of each segment, in one call of the model, where
+        row start + 1 + i has token `drafts[.][i]`; the token of row `start` is known.
+
+        The rows stay in the state as if the drafts were true: the caller tells by `accept` which
+        tokens follow, and runs the positions after them anew. Raises what the model raises; rows
+        of the call then count as not run."""
+        for segment, tokens in zip(segments, drafts, strict=True):
+            self.accept(segment.slot, segment.start + 1, tokens)
+        batch = self._batch(tuple(segments), all_logits=True)
+        counts = [segment.end - segment.start for segment in segments]
+        return list(self.trunk.forward(batch, self.state).logits.split(counts))
+
+    def accept(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
+        """The tokens of a slot from `position` on, which replace what was there."""
+        first = self._history - 1 + position
+        self._ids[slot, first : first + len(token_ids)] = token_ids
+
     def close(self, slot: int) -> None:
         """Drop what is held for a slot beside the state. Idempotent."""
         self._pictures.close(slot)
@@ -144,8 +164,9 @@ class Runner:
             if s.end - s.start > 1
         }
 
-    def _batch(self, segments: tuple[Segment, ...]) -> RowBatch:
-        """Vectorised over rows; the cost per sequence is one line of a small table."""
+    def _batch(self, segments: tuple[Segment, ...], *, all_logits: bool = False) -> RowBatch:
+        """Vectorised over rows; the cost per sequence is one line of a small table. Logits are
+        those of a segment's last row where it samples, or of all rows."""
         columns = np.array(
             [
                 (
@@ -172,6 +193,7 @@ class Runner:
         row_slots = slots[sequence][:, None]
         history = self._ids[row_slots, places]
         width = -(-int(ends.max()) // BLOCK_TOKENS)
+        samples = columns[7][sequence] > 0
         row = {name: torch.from_numpy(columns[i][sequence]) for i, name in _ROW_COLUMNS.items()}
         return RowBatch(
             history_ids=torch.from_numpy(history),
@@ -186,7 +208,7 @@ class Runner:
             sequence=torch.from_numpy(sequence),
             block_tables=torch.from_numpy(self._tables[slots, :width]),
             decoder=torch.from_numpy(positions >= columns[6][sequence]),
-            logits=torch.from_numpy((positions == ends[sequence] - 1) & (columns[7][sequence] > 0)),
+            logits=torch.from_numpy(all_logits | ((positions == ends[sequence] - 1) & samples)),
             **row,
         )
 

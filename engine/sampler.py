@@ -24,9 +24,10 @@ import torch
 from headrace.core.request import Sampling
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) on a grid of 2^-53 from SHA-256 over (seed, position)."""
-    digest = hashlib.sha256(b"draw" + struct.pack("<QQ", seed, position)).digest()
+def uniform(seed: int, position: int, purpose: bytes = b"draw") -> float:
+    """A number in [0, 1) on a grid of 2^-53 from SHA-256 over (purpose, seed, position): one of
+    another purpose is independent of it."""
+    digest = hashlib.sha256(purpose + struct.pack("<QQ", seed, position)).digest()
     return float(int.from_bytes(digest[:8], "little") >> 11) * 2.0**-53
 
 

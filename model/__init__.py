@@ -2,7 +2,8 @@
 
 A `ModelConfig` names the architecture, a `CacheLayout` says what its state weighs, a `KvState`
 holds that state for all sequences of a replica, and a `Trunk` runs a `RowBatch` (decode, verify,
-replay and prefill rows of many sequences in one call) against it and returns a `RowResult`.
+replay and prefill rows of many sequences in one call) against it and returns a `RowResult`;
+`Trunk.draft` makes a `DraftBlock` of guesses at what follows from a `DraftBatch`.
 In `invariant` numerics the bits of every stored byte and every logit are independent of what
 else shared the call; see `Numerics`. Engram needs a token map, built once from a tokenizer.
 Random weights depend on (config, seed) alone and are the same on every machine.
@@ -10,6 +11,7 @@ Random weights depend on (config, seed) alone and are the same on every machine.
 
 from headrace.model.card import model_card
 from headrace.model.config import LayerKind, LayerSpec, ModelConfig, RopeScaling, VisionConfig
+from headrace.model.dspark import DraftBatch, DraftBlock
 from headrace.model.errors import BatchError, ConfigError, StateError
 from headrace.model.layout import BLOCK_TOKENS, CacheLayout, SourceLayout
 from headrace.model.named import (
@@ -30,6 +32,8 @@ __all__ = [
     "BatchError",
     "CacheLayout",
     "ConfigError",
+    "DraftBatch",
+    "DraftBlock",
     "KvState",
     "LayerKind",
     "LayerSpec",

@@ -93,6 +93,7 @@ class CacheLayout:
     head_dim: int
     n_layers: int
     n_encoder_layers: int
+    n_stages: int  # drafter stages: each has a ring, none a part in block or window record
     window_tokens: int
     ring_rows: int
     window_record_rows: int
@@ -133,6 +134,7 @@ class CacheLayout:
         tails = _tails(config, backtrack_rows)
         tail_bytes = sum(tail.n_values for tail in tails) * 4
         swa_bytes = config.n_encoder_layers * (window - 1) * swa_row_bytes
+        n_rings = config.num_hidden_layers + config.num_nextn_predict_layers
         return cls(
             block_bytes=block_bytes,
             sources=sources,
@@ -141,15 +143,21 @@ class CacheLayout:
             head_dim=config.head_dim,
             n_layers=config.num_hidden_layers,
             n_encoder_layers=config.n_encoder_layers,
+            n_stages=config.num_nextn_predict_layers,
             window_tokens=window,
             ring_rows=ring_rows,
             window_record_rows=window - 1,
             window_record_bytes=swa_bytes + sum(tail.carried_bytes for tail in tails),
             tails=tails,
-            slot_bytes=config.num_hidden_layers * ring_rows * swa_row_bytes + tail_bytes,
+            slot_bytes=n_rings * ring_rows * swa_row_bytes + tail_bytes,
             layout_id=_layout_id(config, sources, formats),
             is_v4=config.is_v4,
         )
+
+    @property
+    def n_rings(self) -> int:
+        """Rings of one slot: layers, then drafter stages."""
+        return self.n_layers + self.n_stages
 
     @property
     def bytes_per_token(self) -> float:

@@ -92,12 +92,26 @@ class LayerParams:
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterParams:
+    """`stages` are window-only layers; their keys come from taps and from drafted rows alike."""
+
+    main_proj: torch.Tensor  # [taps * D, D]
+    main_norm: torch.Tensor
+    stages: tuple[LayerParams, ...]
+    norm: torch.Tensor
+    markov_embed: torch.Tensor  # [vocab, rank]
+    markov_head: torch.Tensor  # [rank, vocab], accumulate dtype
+    confidence: torch.Tensor  # [D + rank], accumulate dtype
+
+
+@dataclass(frozen=True, slots=True)
 class TrunkParams:
     embed: torch.Tensor  # [vocab, D]
     head: torch.Tensor  # [D, vocab], accumulate dtype
     norm: torch.Tensor
     layers: tuple[LayerParams, ...]
     head_mix: MixParams | None = None  # V4: fn [hc D, hc], base [hc], scale [1]
+    drafter: DrafterParams | None = None
 
 
 class ParamBuilder:
@@ -123,6 +137,7 @@ class ParamBuilder:
             norm=self._wide(self._get("norm.weight")),
             layers=tuple(self._layer(spec) for spec in self.config.layers),
             head_mix=self._head_mix() if self.config.is_v4 else None,
+            drafter=self._drafter() if self.config.num_nextn_predict_layers else None,
         )
 
     def build_encoder(self) -> TrunkParams:
@@ -159,6 +174,22 @@ class ParamBuilder:
             experts_per_token=0,
             experts_by_token=None,
             **tensors | {"attn_norm": self._wide(self._get(f"{p}attn_norm.weight"))},
+        )
+
+    def _drafter(self) -> DrafterParams:
+        get, n_stages = self._get, self.config.num_nextn_predict_layers
+        last = f"mtp.{n_stages - 1}."
+        return DrafterParams(
+            main_proj=self._compute(get("mtp.0.main_proj.weight").T),
+            main_norm=self._wide(get("mtp.0.main_norm.weight")),
+            stages=tuple(
+                self._layer(LayerSpec(stage, LayerKind.SWA_ONLY, 0, None, None), f"mtp.{stage}.")
+                for stage in range(n_stages)
+            ),
+            norm=self._wide(get(f"{last}norm.weight")),
+            markov_embed=self._compute(get(f"{last}markov_head.embed.weight")),
+            markov_head=self._wide(get(f"{last}markov_head.head.weight").T),
+            confidence=self._wide(get(f"{last}confidence_head.proj.weight").reshape(-1)),
         )
 
     def _get(self, name: str) -> torch.Tensor:

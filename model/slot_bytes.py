@@ -1,9 +1,10 @@
 """A sequence's private state as bytes: what is parked, and what hand-off mode `state` sends.
 
     header  magic "HRST" | version u16 | tail type u8 | layers u8 | length u32 | window rows u32 |
-            anchor u32 | windows u32 | tails u32 | entries u32          (all little-endian; sizes
-            in bytes)
+            anchor u32 | windows u32 | drafter u32 | tails u32 | entries u32
+            (all little-endian; sizes in bytes)
     windows W-1 rows before `length` of every layer: layer-major, position order, front zero
+    drafter the W rows before `length` of every drafter stage, in the same order
     tails   the last compressor inputs that an entry may read, of each pooling compressor
     entries the complete groups of the incomplete block at `length`: per source layer in order the
             main rows, the index keys' data, their scales; nothing for a parked slot
@@ -23,8 +24,8 @@ from headrace.model.errors import StateError
 from headrace.model.layout import BLOCK_TOKENS, CacheLayout
 from headrace.model.state import KvState, SlotState
 
-_HEADER = struct.Struct("<4sHBBIIIIII")
-_MAGIC, _VERSION = b"HRST", 1
+_HEADER = struct.Struct("<4sHBBIIIIIII")
+_MAGIC, _VERSION = b"HRST", 2
 _TAIL_TYPES = {str(torch.float32): 0, str(torch.float64): 1}
 _TAIL_NAMES = {code: name for name, code in _TAIL_TYPES.items()}
 
@@ -43,8 +44,9 @@ class SequenceBytes:
 def most_bytes(layout: CacheLayout) -> int:
     """The largest object that `pack_state` makes for this layout, whatever the numerics."""
     windows = layout.n_layers * layout.window_record_rows * layout.swa_row_bytes
+    drafter = layout.n_stages * layout.window_tokens * layout.swa_row_bytes
     tails = sum(t.history_tokens * 2 * t.width for t in layout.tails) * 8
-    return _HEADER.size + windows + tails + layout.block_bytes
+    return _HEADER.size + windows + drafter + tails + layout.block_bytes
 
 
 def pack_state(state: KvState, slot: int, length: int, anchor: int, block: int | None) -> bytes:
@@ -61,10 +63,11 @@ def pack_state(state: KvState, slot: int, length: int, anchor: int, block: int |
         private.window_rows,
         anchor,
         len(private.swa),
+        len(private.drafter),
         len(private.tails),
         len(entries),
     )
-    return b"".join((header, private.swa, private.tails, entries))
+    return b"".join((header, private.swa, private.drafter, private.tails, entries))
 
 
 def unpack_state(data: Buffer) -> SequenceBytes:
@@ -81,8 +84,8 @@ def unpack_state(data: Buffer) -> SequenceBytes:
     for size in sizes:
         parts.append(bytes(view[begin : begin + size]))
         begin += size
-    swa, tails, entries = parts
-    slot = SlotState(length, "all", rows, _TAIL_NAMES[tail], swa, tails)
+    swa, drafter, tails, entries = parts
+    slot = SlotState(length, "all", rows, _TAIL_NAMES[tail], swa, drafter, tails)
     return SequenceBytes(slot, anchor, entries)
 
 

@@ -26,9 +26,10 @@ class SlotState:
     """One sequence's private state at `length` tokens, independent of ring size and block numbers.
 
     `swa` holds the W-1 window rows before `length`, layer-major, in position order, zeros where
-    the position would be negative; `tails` of each pooling compressor the last r-1 inputs, 2r-1
-    with overlap, in position order, zeros where no later entry reads them. Window rows that the
-    writer never had (below a floor) come out as they lay.
+    the position would be negative; `drafter` in the same way the W rows of each drafter stage
+    (empty for layers "encoder"); `tails` of each pooling compressor the last r-1 inputs, 2r-1
+    with overlap, in position order, zeros where no later entry reads them. Rows that the writer
+    never had (below a floor) come out as they lay.
     """
 
     length: int
@@ -36,18 +37,32 @@ class SlotState:
     window_rows: int
     tail_dtype: str
     swa: bytes
+    drafter: bytes
     tails: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Rings:
+    """`count` rings of a slot from number `first` on, and how many rows of each are meant."""
+
+    first: int
+    count: int
+    rows: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
 
 
 class KvState:
     """Blocks and slots of one replica; mutated by `Trunk.forward` and the methods below.
 
-    `blocks` is uint8 [n_blocks, block_bytes], `rings` uint8 [n_slots, L, ring_rows,
-    swa_row_bytes] (slot of position p is p mod ring_rows), `tails` [n_slots, values]: a ring of
-    (gate, value) for every `layout.tails`, see `tail`, in the accumulate dtype; V4's in float32,
-    because its window records carry some of them.
+    `blocks` is uint8 [n_blocks, block_bytes], `rings` uint8 [n_slots, L + stages, ring_rows,
+    swa_row_bytes] (slot of position p is p mod ring_rows; drafter stages follow the layers),
+    `tails` [n_slots, values]: a ring of (gate, value) for every `layout.tails`, see `tail`, in the
+    accumulate dtype; V4's in float32, because its window records carry some of them.
     A fresh state is zero, or NaN everywhere with `poison=True`. With `encoder_only` there are rings
-    of the encoder layers alone (L = n_enc) and a slot can be exported only as such.
+    of the encoder layers alone (n_enc, no stages) and a slot can be exported only as such.
     """
 
     def __init__(
@@ -71,8 +86,8 @@ class KvState:
         if numerics is Numerics.INVARIANT and layout.formats.window.kind is RowKind.FLOAT32:
             raise StateError("float32 rows keep rounding noise: wanted fast numerics")
         u8, block_shape = torch.uint8, (n_blocks, layout.block_bytes)
-        n_layers = layout.n_encoder_layers if encoder_only else layout.n_layers
-        ring_shape = (n_slots, n_layers, layout.ring_rows, layout.swa_row_bytes)
+        n_rings = layout.n_encoder_layers if encoder_only else layout.n_rings
+        ring_shape = (n_slots, n_rings, layout.ring_rows, layout.swa_row_bytes)
         self.blocks = torch.zeros(block_shape, dtype=u8, device=self.device)
         self.rings = torch.zeros(ring_shape, dtype=u8, device=self.device)
         self.tails = torch.zeros(
@@ -95,8 +110,13 @@ class KvState:
 
     @property
     def ring_layers(self) -> int:
-        """Layers that have rings here: all, or those of the encoder half."""
+        """Rings of one slot here: of all layers and drafter stages, or of the encoder half."""
         return self.rings.shape[1]
+
+    @property
+    def n_drafter_rings(self) -> int:
+        """Drafter stages that have rings here."""
+        return max(0, self.ring_layers - self.layout.n_layers)
 
     @property
     def slot_bytes(self) -> int:
@@ -137,7 +157,7 @@ class KvState:
         only while the ring holds those rows: no later row than position + backtrack_rows may
         have been stored. V4: raises StateError inside a group.
         """
-        rows = self._read_rows(slot, position, self.layout.n_encoder_layers)
+        rows = self._read_rows(slot, position, self._encoder_rows())
         parts = [ring[slot, at, :, :half] for ring, at, half in self._carried(position)]
         return b"".join((rows, *(part.cpu().numpy().tobytes() for part in parts)))
 
@@ -150,7 +170,8 @@ class KvState:
             raise StateError(f"window bytes: found {view.nbytes}, wanted {wanted}")
         carried = list(self._carried(position))
         begin = wanted - sum(tail.carried_bytes for tail in self.layout.tails)
-        self._write_rows(slot, position, self.layout.n_encoder_layers, view[:begin])
+        rings = self._encoder_rows()
+        self._write_rows(slot, position, rings, self._expect(view[:begin], rings, "window"))
         for ring, at, half in carried:
             target = ring[slot, at, :, :half]
             end = begin + target.numel() * 4
@@ -168,7 +189,8 @@ class KvState:
             layers=layers,
             window_rows=self.layout.window_record_rows,
             tail_dtype=str(self.tail_dtype),
-            swa=self._read_rows(slot, length, self._n_layers(layers)),
+            swa=self._read_rows(slot, length, self._swa_rows(layers)),
+            drafter=self._read_rows(slot, length, self._drafter_rows(layers)),
             tails=b"".join(part.cpu().numpy().tobytes() for part in tails),
         )
 
@@ -186,8 +208,13 @@ class KvState:
             raise StateError(f"slot state is {state.tail_dtype}, wanted {self.tail_dtype}")
         counts = [2 * t.width * t.history_tokens for t in self.layout.tails]
         size = self.tails.element_size()
+        swa, drafter = self._swa_rows(state.layers), self._drafter_rows(state.layers)
+        # All sizes are looked at before the first change.
         raw = self._tensor(state.tails, sum(counts) * size, "tail")
-        self._write_rows(slot, state.length, self._n_layers(state.layers), state.swa)
+        windows = self._expect(state.swa, swa, "window")
+        stages = self._expect(state.drafter, drafter, "drafter")
+        self._write_rows(slot, state.length, swa, windows)
+        self._write_rows(slot, state.length, drafter, stages)
         begin = 0
         for t, count in zip(self.layout.tails, counts, strict=True):
             part = raw[begin : begin + count * size].clone().view(self.tail_dtype)
@@ -201,11 +228,18 @@ class KvState:
 
     # ---- inside ----------------------------------------------------------------------------
 
-    def _n_layers(self, layers: Layers) -> int:
+    def _swa_rows(self, layers: Layers) -> _Rings:
         wanted = self.layout.n_layers if layers == "all" else self.layout.n_encoder_layers
         if wanted > self.ring_layers:
             raise StateError(f"slot of {wanted} layers: this state has rings of {self.ring_layers}")
-        return wanted
+        return _Rings(0, wanted, self.layout.window_record_rows)
+
+    def _drafter_rows(self, layers: Layers) -> _Rings:
+        n = self.layout.n_stages if layers == "all" else 0
+        return _Rings(self.layout.n_layers, n, self.layout.window_tokens)
+
+    def _encoder_rows(self) -> _Rings:
+        return _Rings(0, self.layout.n_encoder_layers, self.layout.window_record_rows)
 
     def _tail_rows(self, t: TailLayout, length: int) -> list[int]:
         return [p % t.rows for p in range(length - t.history_tokens, length)]
@@ -221,25 +255,25 @@ class KvState:
             rows = [p % t.rows for p in range(position - t.ratio, position)]
             yield self.tail(t), rows, t.width // 2
 
-    def _window_positions(self, position: int) -> np.ndarray:
-        return np.arange(position - self.layout.window_record_rows, position)
-
-    def _read_rows(self, slot: int, position: int, n_layers: int) -> bytes:
-        positions = self._window_positions(position)
+    def _read_rows(self, slot: int, position: int, rings: _Rings) -> bytes:
+        positions = np.arange(position - rings.rows, position)
         rows = torch.from_numpy(positions % self.layout.ring_rows).to(self.device)
-        out = self.rings[slot, :n_layers].index_select(1, rows).cpu().numpy()
+        out = self.rings[slot, rings.first : rings.end].index_select(1, rows).cpu().numpy()
         out[:, positions < 0] = 0
         return out.tobytes()
 
-    def _write_rows(
-        self, slot: int, position: int, n_layers: int, buffer: bytes | bytearray | memoryview
-    ) -> None:
-        rows, width = self.layout.window_record_rows, self.layout.swa_row_bytes
-        raw = self._tensor(buffer, n_layers * rows * width, "window").view(n_layers, rows, width)
-        positions = self._window_positions(position)
+    def _expect(
+        self, buffer: bytes | bytearray | memoryview, rings: _Rings, what: str
+    ) -> torch.Tensor:
+        width = self.layout.swa_row_bytes
+        raw = self._tensor(buffer, rings.count * rings.rows * width, what)
+        return raw.view(rings.count, rings.rows, width)
+
+    def _write_rows(self, slot: int, position: int, rings: _Rings, raw: torch.Tensor) -> None:
+        positions = np.arange(position - rings.rows, position)
         keep = positions >= 0
         target = torch.from_numpy(positions[keep] % self.layout.ring_rows).to(self.device)
-        self.rings[slot][:n_layers, target] = raw[:, torch.from_numpy(keep)]
+        self.rings[slot][rings.first : rings.end, target] = raw[:, torch.from_numpy(keep)]
 
     def _tensor(
         self, buffer: bytes | bytearray | memoryview, wanted: int, what: str

@@ -13,6 +13,7 @@ from torch import nn
 from headrace.kernels import frequencies, kernels_for, phases, yarn_frequencies
 from headrace.model.attention import Attention, Capture, HalfScratch
 from headrace.model.config import ModelConfig
+from headrace.model.dspark import DraftBatch, DraftBlock, commit, draft_block
 from headrace.model.engram_hash import build_hashes, map_history
 from headrace.model.errors import BatchError, ConfigError, StateError
 from headrace.model.numerics import Numerics, Precision
@@ -136,6 +137,16 @@ class Trunk(nn.Module):
             candidates=None if captured is None else captured.candidates,
         )
 
+    def draft(
+        self, batch: DraftBatch, state: KvState, *, temperatures: Sequence[float] = ()
+    ) -> DraftBlock:
+        """A block of drafts for every sequence of `batch`; changes nothing.
+
+        `temperatures`: one a step for the confidences, 1 by default. Raises BatchError without a
+        drafter or for a value out of range, StateError as `forward`."""
+        self._check_state(state)
+        return draft_block(self, batch, state, temperatures)
+
     def _check_state(self, state: KvState) -> None:
         if state.config is not self.config and state.config != self.config:
             raise StateError("state was made for another model configuration")
@@ -208,6 +219,8 @@ class _Call:
         self.kernels = trunk.kernels
         self.sublayers = Sublayers(trunk.config, trunk.kernels)
         self.plan = plan
+        self.state = state
+        self.taps: list[torch.Tensor] = []
         self.attention = Attention(trunk.config, trunk.kernels, state, plan, capture)
         self.image = plan.history_image[:, 0]
         self.encoder_rows = 0
@@ -225,6 +238,8 @@ class _Call:
         for p in self.trunk.params.layers:
             if p.engram is not None:
                 self._engram(p, streams, engram_rows[p.engram.number], half.plan)
+            if p.spec.index in c.dspark_target_layer_ids:
+                self.taps.append(streams.h.mean(1))
             x = self.sublayers.enter(p.attn_mix, p.attn_norm, streams)
             if p.spec.owns_kv:
                 self.attention.publish(p, x, self._group_phase[p.spec.ratio])
@@ -234,6 +249,7 @@ class _Call:
                 half = self._half(self.plan.decoder)
                 if (index := half.plan.row_index) is not None:
                     x, streams.h, streams.pre = x[index], streams.h[index], streams.pre[index]
+                    self.taps = [tap[index] for tap in self.taps]
             attend = partial(self.attention.run, p, s=half)
             self.sublayers.run(p, x, streams, attend, half.plan.image, self._hashed_ids(p))
             if p.spec.index == c.first_decoder_layer - 1:
@@ -241,6 +257,7 @@ class _Call:
         else:
             if c.n_decoder_layers:
                 self.decoder_rows = streams.h.shape[0]
+            self._commit_drafter(half)
             return self._logits(streams)
         return torch.zeros((0, c.vocab_size), dtype=torch.float32, device=self.trunk.device)
 
@@ -289,6 +306,12 @@ class _Call:
         streams.h = self.kernels.add_engram(
             streams.h, gathered, e.wkv, e.qk_weight, plan.image, self.config.rms_norm_eps
         )
+
+    def _commit_drafter(self, half: HalfScratch) -> None:
+        """Drafter rows of the decoder rows, or of all rows where there is no decoder half."""
+        if (drafter := self.trunk.params.drafter) is not None:
+            c, k, phase = self.config, self.kernels, half.base_phase
+            commit(c, k, drafter, self.taps, half.plan, phase, self.state)
 
     def _logits(self, streams: Streams) -> torch.Tensor:
         t, decoder = self.trunk, self.plan.decoder

@@ -50,6 +50,7 @@ def validate(c: ModelConfig) -> None:
     if c.is_v4:
         _validate_v4(c)
     else:
+        _validate_drafter(c)
         _validate_layers(c)
     _validate_index(c)
     _validate_engram(c)
@@ -200,7 +201,21 @@ def _validate_ids(c: ModelConfig) -> None:
     for key in ("image_token_id", "dspark_noise_token_id"):
         if not -1 <= getattr(c, key) < c.vocab_size:
             _refuse(key, getattr(c, key), f"in -1..{c.vocab_size - 1}")
-    if c.num_nextn_predict_layers and any(
-        not 0 <= i < c.num_hidden_layers for i in c.dspark_target_layer_ids
-    ):
-        _refuse("dspark_target_layer_ids", c.dspark_target_layer_ids, "layer numbers")
+
+
+def _validate_drafter(c: ModelConfig) -> None:
+    if c.num_nextn_predict_layers < 0:
+        _refuse("num_nextn_predict_layers", c.num_nextn_predict_layers, "at least 0")
+    if not c.num_nextn_predict_layers:
+        return
+    taps = c.dspark_target_layer_ids
+    if not taps or not ascending(taps) or any(not 0 <= i < c.num_hidden_layers for i in taps):
+        _refuse("dspark_target_layer_ids", taps, "one or more ascending layer numbers")
+    for key in ("dspark_block_size", "dspark_markov_rank", "dspark_num_experts_per_tok"):
+        if getattr(c, key) < 1:
+            _refuse(key, getattr(c, key), "at least 1")
+    if c.dspark_num_experts_per_tok > c.dspark_n_routed_experts:
+        most = c.dspark_n_routed_experts
+        _refuse("dspark_num_experts_per_tok", c.dspark_num_experts_per_tok, f"at most {most}")
+    if c.dspark_noise_token_id < 0:
+        _refuse("dspark_noise_token_id", c.dspark_noise_token_id, f"in 0..{c.vocab_size - 1}")

@@ -43,7 +43,7 @@ class TensorSpec:
 
 
 def tensor_specs(c: ModelConfig) -> Iterator[TensorSpec]:
-    """All tensors of the text trunk, without drafter and vision."""
+    """All tensors of the text trunk and its drafter, without vision."""
     yield TensorSpec("embed.weight", (c.vocab_size, c.hidden_size), Init.EMBEDDING)
     if not c.tie_word_embeddings:
         yield TensorSpec("head.weight", (c.vocab_size, c.hidden_size), Init.MATRIX)
@@ -53,11 +53,40 @@ def tensor_specs(c: ModelConfig) -> Iterator[TensorSpec]:
         yield TensorSpec("hc_head_base", (c.hc_mult,), Init.HALF)
         yield TensorSpec("hc_head_scale", (1,), Init.MIX_SCALE)
     for spec in c.layers:
-        yield from _layer_specs(c, spec)
+        yield from _layer_specs(c, spec, f"layers.{spec.index}.", c.n_routed_experts)
+        if spec.index in c.engram_layer_ids:
+            yield from _engram_specs(c, spec.index)
+    if c.num_nextn_predict_layers:
+        yield from _drafter_specs(c)
 
 
-def _layer_specs(c: ModelConfig, spec: LayerSpec) -> Iterator[TensorSpec]:
-    p = f"layers.{spec.index}."
+def _drafter_specs(c: ModelConfig) -> Iterator[TensorSpec]:
+    d, rank, n_stages = c.hidden_size, c.dspark_markov_rank, c.num_nextn_predict_layers
+    for stage in range(n_stages):
+        spec = LayerSpec(stage, LayerKind.SWA_ONLY, 0, None, None)
+        yield from _layer_specs(c, spec, f"mtp.{stage}.", c.dspark_n_routed_experts)
+    taps = len(c.dspark_target_layer_ids) * d
+    yield TensorSpec("mtp.0.main_proj.weight", (d, taps), Init.MATRIX)
+    yield TensorSpec("mtp.0.main_norm.weight", (d,), Init.NORM)
+    last = f"mtp.{n_stages - 1}."
+    yield TensorSpec(f"{last}norm.weight", (d,), Init.NORM)
+    yield TensorSpec(f"{last}markov_head.embed.weight", (c.vocab_size, rank), Init.EMBEDDING)
+    yield TensorSpec(f"{last}markov_head.head.weight", (c.vocab_size, rank), Init.MATRIX)
+    yield TensorSpec(f"{last}confidence_head.proj.weight", (1, d + rank), Init.MATRIX)
+
+
+def _engram_specs(c: ModelConfig, layer: int) -> Iterator[TensorSpec]:
+    p, streams = f"layers.{layer}.engram.", c.hc_mult
+    rows = c.engram_num_embeddings[c.engram_layer_ids.index(layer)]
+    per_token = (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim
+    yield TensorSpec(f"{p}embed.weight", (rows, c.engram_head_dim), Init.HALF)
+    project = ((streams + 1) * c.hidden_size, per_token)
+    yield TensorSpec(f"{p}wkv.weight", project, Init.MATRIX)
+    yield TensorSpec(f"{p}q_weight", (streams, c.hidden_size), Init.NORM)
+    yield TensorSpec(f"{p}k_weight", (streams, c.hidden_size), Init.NORM)
+
+
+def _layer_specs(c: ModelConfig, spec: LayerSpec, p: str, n_experts: int) -> Iterator[TensorSpec]:
     d, streams = c.hidden_size, c.hc_mult
     for norm in ("attn_norm", "ffn_norm"):
         yield TensorSpec(f"{p}{norm}.weight", (d,), Init.NORM)
@@ -67,14 +96,7 @@ def _layer_specs(c: ModelConfig, spec: LayerSpec) -> Iterator[TensorSpec]:
         yield TensorSpec(f"{p}hc_{part}_base", (width,), Init.HALF)
         yield TensorSpec(f"{p}hc_{part}_scale", (3,), Init.MIX_SCALE)
     yield from _attention_specs(c, spec, f"{p}attn.")
-    yield from _moe_specs(c, spec, f"{p}ffn.")
-    if spec.index in c.engram_layer_ids:
-        rows = c.engram_num_embeddings[c.engram_layer_ids.index(spec.index)]
-        per_token = (c.engram_max_ngram_size - 1) * c.engram_n_heads * c.engram_head_dim
-        yield TensorSpec(f"{p}engram.embed.weight", (rows, c.engram_head_dim), Init.HALF)
-        yield TensorSpec(f"{p}engram.wkv.weight", ((streams + 1) * d, per_token), Init.MATRIX)
-        yield TensorSpec(f"{p}engram.q_weight", (streams, d), Init.NORM)
-        yield TensorSpec(f"{p}engram.k_weight", (streams, d), Init.NORM)
+    yield from _moe_specs(c, spec, f"{p}ffn.", n_experts)
 
 
 def _attention_specs(c: ModelConfig, spec: LayerSpec, p: str) -> Iterator[TensorSpec]:
@@ -117,17 +139,18 @@ def _v4_compressor_specs(c: ModelConfig, spec: LayerSpec, p: str) -> Iterator[Te
         yield TensorSpec(f"{p}{name}.norm.weight", (channels,), Init.NORM)
 
 
-def _moe_specs(c: ModelConfig, spec: LayerSpec, p: str) -> Iterator[TensorSpec]:
+def _moe_specs(c: ModelConfig, spec: LayerSpec, p: str, n_experts: int) -> Iterator[TensorSpec]:
     d, inner = c.hidden_size, c.moe_intermediate_size
-    yield TensorSpec(f"{p}gate.weight", (c.n_routed_experts, d), Init.MATRIX)
-    if spec.index < c.num_hash_layers:
+    is_stage = p.startswith("mtp.")
+    yield TensorSpec(f"{p}gate.weight", (n_experts, d), Init.MATRIX)
+    if not is_stage and spec.index < c.num_hash_layers:
         table = (c.vocab_size, c.num_experts_per_tok)
         yield TensorSpec(f"{p}gate.tid2eid", table, Init.EXPERTS)
     else:
-        yield TensorSpec(f"{p}gate.bias", (c.n_routed_experts,), Init.BIAS)
-    if not c.is_v4:
-        yield TensorSpec(f"{p}gate.bias_vl", (c.n_routed_experts,), Init.BIAS)
-    experts = [f"experts.{e}" for e in range(c.n_routed_experts)]
+        yield TensorSpec(f"{p}gate.bias", (n_experts,), Init.BIAS)
+    if not (is_stage or c.is_v4):
+        yield TensorSpec(f"{p}gate.bias_vl", (n_experts,), Init.BIAS)
+    experts = [f"experts.{e}" for e in range(n_experts)]
     for expert in [*experts, "shared_experts"]:
         yield TensorSpec(f"{p}{expert}.w1.weight", (inner, d), Init.MATRIX)
         yield TensorSpec(f"{p}{expert}.w3.weight", (inner, d), Init.MATRIX)
@@ -201,7 +224,7 @@ class RandomTensors(Mapping[str, torch.Tensor]):
 
 
 def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
-    """Checkpoint name -> tensor for the whole text trunk."""
+    """Checkpoint name -> tensor for the whole text trunk and its drafter."""
     return {spec.name: _random(config, spec, seed) for spec in tensor_specs(config)}
 
 

@@ -42,7 +42,7 @@ class Selection(StrEnum):
     """What a role loads."""
 
     FULL = "full"
-    TEXT = "text"  # the trunk: no drafter, no vision
+    TEXT = "text"  # the trunk and its drafter: no vision
     ENCODER = "encoder"  # the encoder half and the first decoder layer's KV source
     VISION = "vision"
 
@@ -54,7 +54,7 @@ class Selection(StrEnum):
 _ENCODER = frozenset({Part.EMBEDDING, Part.ENGRAM, Part.ENCODER, Part.KV_SOURCE})
 _SELECTED: dict[Selection, frozenset[Part]] = {
     Selection.FULL: frozenset(Part),
-    Selection.TEXT: _ENCODER | {Part.DECODER, Part.HEAD},
+    Selection.TEXT: _ENCODER | {Part.DECODER, Part.HEAD, Part.DRAFTER},
     Selection.ENCODER: _ENCODER,
     Selection.VISION: frozenset({Part.VISION}),
 }

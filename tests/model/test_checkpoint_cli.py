@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.model import Numerics
-from headrace.model.checkpoint import Checkpoint, Quantisation, load_trunk
+from headrace.model.checkpoint import Checkpoint, Quantisation, Selection, load_trunk
 from headrace.model.cli import app, parse_bytes
 from headrace.model.errors import ConfigError
 
@@ -75,7 +75,7 @@ def test_convert_changes_formats_parts_and_names(toy: Path, tmp_path: Path) -> N
     options = ("--block", 128, "--experts", "fp8", "--parts", "text", "--prefix")
     value = run_json("convert", toy, target, *options)
     assert value["weight_block"] == [128, 128]
-    assert set(value["parts"]) == {"embedding", "engram", "encoder", "kv_source", "decoder", "head"}
+    assert set(value["parts"]) == {part.value for part in Selection.TEXT.parts}
     with Checkpoint.open(target, None) as checkpoint:
         assert checkpoint.release.quantisation == Quantisation((128, 128), "fp8")
         assert checkpoint.index.tensors["norm.weight"].raw_name == "model.norm.weight"

@@ -60,7 +60,7 @@ def test_flash_offsets_follow_the_sections():
         at += rows * 356
     assert at == layout.block_bytes
     assert layout.ring_rows == 134 and {t.rows for t in layout.tails} == {7}
-    assert layout.slot_bytes == 40 * 70_752 + 86_016  # the three drafter rings are not here
+    assert layout.slot_bytes == 43 * 70_752 + 86_016 == 3_128_352
 
 
 def test_backtrack_enters_neither_record_nor_layout_id():

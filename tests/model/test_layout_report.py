@@ -69,10 +69,10 @@ def test_flash_layer_by_layer(flash: LayoutReport) -> None:
 
 
 def allocated(config: ModelConfig, layout: CacheLayout) -> tuple[KvState, list[int], list[int]]:
-    """A state of two slots and two blocks, and one slot's bytes by layer: rings, tails."""
+    """A state of two slots and two blocks, and one slot's bytes by ring: rings, tails."""
     state = KvState(config, layout, 2, 2, Numerics.FAST)
-    rings = [state.rings[0, layer].numel() for layer in range(config.num_hidden_layers)]
-    tails = [0] * config.num_hidden_layers
+    rings = [ring.numel() for ring in state.rings[0]]
+    tails = [0] * (config.num_hidden_layers + config.num_nextn_predict_layers)
     for t in layout.tails:
         tail = state.tail(t)[0]
         tails[t.layer] += tail.numel() * tail.element_size()
@@ -83,17 +83,17 @@ def check_against_allocation(config: ModelConfig, backtrack_rows: int) -> None:
     keep = max(140, config.sliding_window)
     report = layout_report(config, backtrack_rows=backtrack_rows, keep_tokens=keep)
     state, rings, tails = allocated(config, report.layout)
-    trunk = [row for row in report.rows if not row.is_drafter]
-    assert [row.ring_data_bytes + row.ring_scale_bytes for row in trunk] == rings
-    assert [row.tail_bytes for row in trunk] == tails
-    assert sum(row.slot_bytes for row in trunk) == report.layout.slot_bytes
+    assert [row.ring_data_bytes + row.ring_scale_bytes for row in report.rows] == rings
+    assert [row.tail_bytes for row in report.rows] == tails
+    assert report.slot_bytes == report.layout.slot_bytes == state.slot_bytes
     total = state.rings.numel() + state.tails.numel() * state.tails.element_size()
     assert 2 * report.layout.slot_bytes == total
     assert report.block_bytes == state.blocks.shape[1]
-    assert report.block_bytes == sum(row.block_bytes for row in trunk)
+    assert report.block_bytes == sum(r.block_bytes for r in report.rows if not r.is_drafter)
     assert report.window_record_bytes == len(state.read_window(0, 4096))
     exported = state.export_slot(0, 4096)
     drafter = config.num_nextn_predict_layers * config.sliding_window * report.layout.swa_row_bytes
+    assert drafter == len(exported.drafter)
     handed_over = {h.mode: h.fixed_bytes for h in report.handoffs}
     assert handed_over["state"] == len(exported.swa) + len(exported.tails) + drafter
 

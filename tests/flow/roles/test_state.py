@@ -18,14 +18,16 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def state_bytes(layout: Any, n_tokens: int) -> int:
-    """Header, windows of all layers, compressor tails in fp64, groups of the incomplete block."""
-    windows = layout.n_layers * layout.window_record_rows * layout.swa_row_bytes
+    """Header, windows of all layers, W rows of each drafter stage, compressor tails in fp64, groups
+    of the incomplete block."""
+    rows = layout.n_layers * layout.window_record_rows + layout.n_stages * layout.window_tokens
+    windows = rows * layout.swa_row_bytes
     tails = sum(t.history_tokens * 2 * t.width for t in layout.tails) * 8
     entries = sum(
         n_tokens % 128 // s.ratio * (s.main_row_bytes + s.index_data_bytes + s.index_scale_bytes)
         for s in layout.sources
     )
-    return 32 + windows + tails + entries
+    return 36 + windows + tails + entries
 
 
 @pytest.mark.parametrize(
