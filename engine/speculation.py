@@ -187,11 +187,11 @@ def verify_step(
     layout = runner.state.layout
     most = layout.ring_rows - layout.window_tokens
     for segment, guess in zip(segments, drafts, strict=True):
-        rows = segment.end - segment.start
-        if rows != len(guess.token_ids) + 1 or segment.sampling is None:
-            raise ValueError(f"{segment.key}: {rows} rows for {len(guess.token_ids)} drafts")
-        if rows > most:
-            raise ValueError(f"{segment.key}: a verify step has at most {most} rows, got {rows}")
+        n_rows = segment.end - segment.start
+        if n_rows != len(guess.token_ids) + 1 or segment.sampling is None:
+            raise ValueError(f"{segment.key}: {n_rows} rows for {len(guess.token_ids)} drafts")
+        if n_rows > most:
+            raise ValueError(f"{segment.key}: a verify step has at most {most} rows, got {n_rows}")
     logits = runner.run_drafts(segments, [guess.token_ids for guess in drafts])
     verdicts = []
     for segment, guess, rows in zip(segments, drafts, logits, strict=True):
