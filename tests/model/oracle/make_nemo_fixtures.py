@@ -111,7 +111,8 @@ def build(case: Case) -> tuple[torch.nn.Module, ModelConfig]:
     ours = dataclasses.replace(
         ModelConfig.load(case.config), engram_compressed_vocab_size=COMPRESSED_VOCAB
     )
-    copy_weights(module, random_tensors(ours, case.seed), ours)
+    trunk = {k: v for k, v in random_tensors(ours, case.seed).items() if not k.startswith("mtp.")}
+    copy_weights(module, trunk, ours)
     return module.eval(), ours
 
 
