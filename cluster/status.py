@@ -69,7 +69,8 @@ def table(view: dict[str, Any]) -> Table:
     words += [f"at {view['url']}"] if view["url"] and view["processes"] else []
     words += [f"model {view['model']}", f"{view['processes']} processes", f"build {view['build']}"]
     shown = Table(title=", ".join(words), title_justify="left")
-    for column in ("role", "state", "pid", "address", "requests", "backlog ms", "free blocks"):
+    columns = ("role", "state", "pid", "address", "requests", "parked", "backlog ms", "free blocks")
+    for column in columns:
         shown.add_column(column)
     for role in view["roles"]:
         colour = "green" if role["state"] == "ready" and role["alive"] else "red"
@@ -78,7 +79,7 @@ def table(view: dict[str, Any]) -> Table:
             f"[{colour}]{role['state']}[/]",
             str(role["pid"] or ""),
             role["address"],
-            *(_number(role[key]) for key in ("requests", "backlog_ms", "free_blocks")),
+            *(_number(role[key]) for key in ("requests", "parked", "backlog_ms", "free_blocks")),
         )
     return shown
 
@@ -176,6 +177,10 @@ def _roles(
                 "build": member.build if member else "",
                 "address": member.address if member else "",
                 "requests": samples.get((Metric.REPLICA_REQUESTS, name)),
+                # only decode replicas park anything
+                "parked": samples.get((Metric.REPLICA_PARKED, name))
+                if role is Role.DECODE
+                else None,
                 "backlog_ms": samples.get((Metric.BACKLOG_MS, name)),
                 # a vision replica has no blocks: its 0 is not "none left"
                 "free_blocks": None

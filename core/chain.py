@@ -122,6 +122,13 @@ def state_digest(key: JobKey) -> Digest:
     return Digest(hashlib.sha256(b"state" + framed).digest())
 
 
+def parked_digest(key: JobKey, length_tokens: int) -> Digest:
+    """The key of the state that one attempt is parked with after `length_tokens` rows; good for
+    nobody else, and for no other moment of it."""
+    length = struct.pack("<Q", length_tokens)
+    return Digest(hashlib.sha256(b"parked" + state_digest(key) + length).digest())
+
+
 def as_token_ids(ids: Sequence[int] | bytes) -> TokenIds:
     """Token ids as the array type used everywhere; from a sequence or from wire bytes (u32le).
 

@@ -185,6 +185,7 @@ class LoadReport:
     rows_per_s: float  # measured over the last steps, 0 before the first
     held_leases: int
     wire_refused: int = 0  # connections ended because of what came on them, since start
+    parked_requests: int = 0  # of the waiting ones, those that ran and gave way
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class Metric(StrEnum):
     BACKLOG_MS = "headrace_backlog_ms"  # labels: pool, replica
     REPLICA_REQUESTS = "headrace_replica_requests"  # labels: pool, replica
     REPLICA_FREE_BLOCKS = "headrace_replica_free_blocks"
+    REPLICA_PARKED = "headrace_replica_parked"  # labels: pool, replica
     RESIDENT_TOKENS = "headrace_resident_tokens"
     LATE_MESSAGES = "headrace_late_messages_total"  # labels: kind
     WIRE_REFUSED = "headrace_wire_refused_total"  # labels: pool, replica

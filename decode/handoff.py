@@ -3,7 +3,7 @@
     queued_open --PrefillDone--> queued_told          waiting for room in the engine
         | admitted                   | admitted
     awaiting ----PrefillDone----> loading --started--> replaying --token--> streaming --> finished
-
+                                                               parked <--> streaming
 The two `queued` states differ in whether all of the hand-off was announced; a job without a prefill
 replica begins in `queued_told`. Objects are loaded on arrival from `awaiting` on.
 """
@@ -38,6 +38,7 @@ class DecodeState(StrEnum):
     LOADING = "loading"
     REPLAYING = "replaying"
     STREAMING = "streaming"
+    PARKED = "parked"  # its slot, or all it had in the engine, went to others; in line for it again
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -54,6 +55,8 @@ class DecodeEvent(StrEnum):
     STALLED = "stalled"  # no progress for handoff_s
     STARTED = "started"  # all that came is loaded, rows run
     TOKEN = "token"
+    PARK = "park"  # it gave way
+    UNPARK = "unpark"  # it has what it needs again
     FINISH = "finish"
     ERROR = "error"
     CANCEL = "cancel"  # by the router, by its connection's end, or by a newer epoch
@@ -63,7 +66,7 @@ class DecodeEvent(StrEnum):
 _S, _E = DecodeState, DecodeEvent
 TERMINAL = frozenset({_S.FINISHED, _S.FAILED, _S.CANCELLED})
 _OPEN = (_S.QUEUED_OPEN, _S.AWAITING)  # the hand-off is not complete
-_TOLD = (_S.QUEUED_TOLD, _S.LOADING, _S.REPLAYING, _S.STREAMING)
+_TOLD = (_S.QUEUED_TOLD, _S.LOADING, _S.REPLAYING, _S.STREAMING, _S.PARKED)
 _HANDOFF_ENDS = (_E.PREFILL_FAILED, _E.PREFILL_GONE, _E.STALLED)
 
 DECODE_TABLE: StateTable[DecodeState, DecodeEvent] = StateTable(
@@ -78,6 +81,8 @@ DECODE_TABLE: StateTable[DecodeState, DecodeEvent] = StateTable(
         (_S.LOADING, _E.STARTED): _S.REPLAYING,
         (_S.REPLAYING, _E.TOKEN): _S.STREAMING,
         (_S.STREAMING, _E.TOKEN): _S.STREAMING,
+        (_S.STREAMING, _E.PARK): _S.PARKED,
+        (_S.PARKED, _E.UNPARK): _S.STREAMING,
         (_S.STREAMING, _E.FINISH): _S.FINISHED,
         **{(s, _E.ERROR): _S.FAILED for s in (*_OPEN, *_TOLD)},
         **{(s, _E.CANCEL): _S.CANCELLED for s in (*_OPEN, *_TOLD)},
@@ -94,7 +99,7 @@ DECODE_TABLE: StateTable[DecodeState, DecodeEvent] = StateTable(
         # What the engine finished before it saw the release, a second cause of the end, and what
         # the job's own task had in hand when the job ended under it.
         | {(s, e) for s in TERMINAL for e in (_E.TOKEN, _E.FINISH, _E.ERROR, _E.CANCEL)}
-        | {(s, e) for s in TERMINAL for e in (_E.ADMITTED, _E.STARTED)}
+        | {(s, e) for s in TERMINAL for e in (_E.ADMITTED, _E.STARTED, _E.PARK, _E.UNPARK)}
     ),
 )
 
@@ -112,6 +117,9 @@ class Counts:
     loaded_bytes: int = 0
     committed_blocks: int = 0
     commits_dropped: int = 0  # write-behind was full, or the store took it not
+    parkings: int = 0  # jobs that gave way, each time
+    parkings_refused: int = 0  # who went on since the store had no room for what was to be kept
+    parkings_lost: int = 0  # parked jobs that went on by rows: what was kept is gone or damaged
 
 
 @dataclass(eq=False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from headrace.core.chain import TokenIds, as_token_ids
 from headrace.core.ids import Digest, JobKey
 from headrace.core.messages import DecodeJob, Place, StageTimes, TokenItem
 from headrace.core.peers import Peer
@@ -19,7 +20,7 @@ from headrace.decode.handoff import (
     known_digests,
     windows_to_hold,
 )
-from headrace.engine import Fill, TokenSampled
+from headrace.engine import Admission, Fill, TokenSampled
 
 _WAITING = (DecodeState.QUEUED_OPEN, DecodeState.QUEUED_TOLD)
 _BEFORE_ROWS = (*_WAITING, DecodeState.AWAITING, DecodeState.LOADING)
@@ -38,6 +39,20 @@ class Stages:
     decoder_rows: int = 0
     committed_blocks: int = 0
     resident_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """What a parked job goes on with, leased for it: its private state after `length_tokens` rows,
+    and `blocks`, its complete blocks, once it gave them up too (None: it has them in the engine).
+
+    `clings`: its blocks found no room in the store."""
+
+    digest: Digest
+    place: Place
+    length_tokens: int
+    blocks: tuple[Place, ...] | None = None
+    clings: bool = False
 
 
 class Over(Exception):
@@ -71,12 +86,18 @@ class Job:
     held_windows: deque[tuple[int, bytes]] = field(init=False)  # made while decoding
     length_tokens: int = 0  # known and generated tokens, from the first one generated here on
     deadline: asyncio.TimerHandle | None = None
+    answer: TokenIds = field(init=False)  # generated tokens, those of former attempts included
+    since_tokens: int = 0  # tokens since it has its slot
+    leaving: asyncio.Task[None] | None = None  # while it gives way
+    parked: Parked | None = None
+    replayed: bool = False  # something under its text is not exact
 
     def __post_init__(self) -> None:
         known = known_digests(self.request, self.message.generated_ids)
         known_ids = self.request.token_ids + self.message.generated_ids
         self.handoff = Handoff(known, self.request.exact_digests(known_ids))
         self.digests = list(known)
+        self.answer = as_token_ids(self.message.generated_ids)
         self.progress_s = self.stages.arrived_s
         self.held_windows = deque(maxlen=windows_to_hold(self.request.keep_tokens))
         if not self.message.await_prefill:
@@ -99,6 +120,46 @@ class Job:
     @property
     def waits_for_room(self) -> bool:
         return self.state in _WAITING
+
+    @property
+    def waits(self) -> bool:
+        """Whether no row of it can run now: it stands in line, or what it needs is on its way."""
+        return self.state in _BEFORE_ROWS or self.is_parked
+
+    @property
+    def is_parked(self) -> bool:
+        return self.state is DecodeState.PARKED
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether it has anything in the engine that it may be asked for."""
+        if self.leaving is not None and not self.leaving.done():
+            return False
+        if self.state is DecodeState.PARKED and self.parked is not None:
+            return self.parked.blocks is None and not self.parked.clings
+        return self.state is DecodeState.STREAMING
+
+    def admitted(self, admission: Admission) -> int:
+        """Note the places to fill, and what needs no filling; how many blocks that is."""
+        self.fills = {fill.index: fill for fill in admission.fills}
+        resident = set(range(len(self.handoff.digests))).difference(self.fills)
+        self.handoff.here |= resident
+        self.since_tokens = 0
+        return len(resident)
+
+    def rewind(self, length_tokens: int) -> None:
+        """It is to be admitted again, with all its tokens, of which `length_tokens` have rows."""
+        self.message = replace(self.message, generated_ids=self.answer[:], await_prefill=False)
+        known = known_digests(self.request, self.message.generated_ids)
+        self.handoff = Handoff(known[: length_tokens // GRAIN])
+        self.fills, self.windows = {}, {}
+
+    def planned(self, plan: RowPlan) -> None:
+        """These rows are going to run; the first plan is the one that is told."""
+        self.plan = self.plan or plan
+        hit = range(plan.write_floor // GRAIN)
+        exact = plan.kind is not StartKind.BOUNDED and self.handoff.exact.issuperset(hit)
+        self.replayed |= self.request.mode is HandoffMode.REPLAY and not exact
 
     @property
     def rows_to_come(self) -> int:
@@ -127,6 +188,7 @@ class Job:
         first = self.state is DecodeState.REPLAYING
         self.step(DecodeEvent.TOKEN)
         self.length_tokens = self.request.n_tokens + event.index + 1
+        self.answer.append(event.token_id)
         if first:
             self.stages.first_token_s = now_s
             self.stages.encoder_rows = event.encoder_rows
@@ -141,11 +203,7 @@ class Job:
     @property
     def exactness(self) -> str:
         """Class of what is computed here: exact as long as all rows and blocks under it are."""
-        if self.request.mode is not HandoffMode.REPLAY or self.plan is None:
-            return "exact"
-        hit = range(self.plan.write_floor // GRAIN)
-        bounded = self.plan.kind is StartKind.BOUNDED
-        return "replayed" if bounded or not self.handoff.exact.issuperset(hit) else "exact"
+        return "replayed" if self.replayed else "exact"
 
     @property
     def may_adopt(self) -> bool:

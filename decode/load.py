@@ -17,7 +17,7 @@ from headrace.core.ids import Digest
 from headrace.core.messages import BlocksReady, Place, StateReady, WindowReady
 from headrace.core.rows import GRAIN, RowPlan, StartKind, plan_adopted
 from headrace.decode.handoff import TERMINAL, Counts, make_plan, window_candidates
-from headrace.decode.jobs import Job
+from headrace.decode.jobs import Job, Parked
 from headrace.engine import Engine, PictureRows, spans_to_run
 from headrace.kvstore import ClassStores, Kind, StoreClient, read_objects
 
@@ -142,8 +142,7 @@ class Loader:
         """When all was told: wait for the loads, then the rows to run from the verified hit, and
         the window record that they start from, a delivered one or a newer one of the store. A
         damaged one is passed over."""
-        while job.loads:
-            await asyncio.wait(tuple(job.loads))
+        await self.settled(job)
         if job.may_adopt:
             request = job.request
             return plan_adopted(request.n_tokens, request.keep_tokens, self._engine.geometry), None
@@ -171,6 +170,28 @@ class Loader:
         window = job.windows.get(plan.window_position) if plan.kind is StartKind.WINDOW else None
         job.windows.clear()
         return plan, window
+
+    async def settled(self, job: Job) -> None:
+        """No load of the job is under way."""
+        while job.loads:
+            await asyncio.wait(tuple(job.loads))
+
+    async def parked(self, job: Job, parked: Parked) -> bytes | None:
+        """The private state that a job was parked with, verified; None when it is gone."""
+        place = parked.place
+        return await self._read(job, place, parked.digest, place.payload_bytes, self._stores.own)
+
+    async def parked_blocks(self, job: Job, parked: Parked) -> None:
+        """Load the blocks that a job gave up, where they were put, or where the store has them
+        now."""
+        digests = job.handoff.digests
+        places = parked.blocks or ()
+        self.blocks(job, BlocksReady(job.key, 0, digests[: len(places)], places))
+        await self.settled(job)
+        if job.handoff.verified_blocks < len(digests):
+            places = await self._stores.own.open_prefix(digests, job.key)
+            self.blocks(job, BlocksReady(job.key, 0, digests[: len(places)], places))
+            await self.settled(job)
 
     async def pictures(self, job: Job, plan: RowPlan) -> PictureRows:
         """Rows of the pictures that `plan` runs through; they stay leased for the job.
@@ -231,21 +252,25 @@ class Loader:
 
     async def _load_state(self, job: Job, message: StateReady) -> None:
         place = message.place
-        job.state_bytes = await self._read(job, place, message.digest, place.payload_bytes)
+        n_bytes = place.payload_bytes
+        job.state_bytes = await self._read(job, place, message.digest, n_bytes, self._store)
 
     async def _read_window(self, job: Job, place: Place, digest: Digest) -> bytes | None:
-        return await self._read(job, place, digest, self._card.window_record_bytes)
+        n_bytes = self._card.window_record_bytes
+        return await self._read(job, place, digest, n_bytes, self._store)
 
-    async def _read(self, job: Job, place: Place, digest: Digest, n_bytes: int) -> bytes | None:
+    async def _read(
+        self, job: Job, place: Place, digest: Digest, n_bytes: int, store: StoreClient
+    ) -> bytes | None:
         began_s = self._clock.now_s()
         loop = asyncio.get_running_loop()
         payload = await loop.run_in_executor(
-            self._threads, read_verified, self._store, place, digest, n_bytes
+            self._threads, read_verified, store, place, digest, n_bytes
         )
         job.stages.load_s += self._clock.now_s() - began_s
         if payload is None:
             self._counts.damaged += 1
-            await self._store.doom(place, digest)
+            await store.doom(place, digest)
         else:
             job.stages.load_bytes += n_bytes
             self._counts.loaded_bytes += n_bytes

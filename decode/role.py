@@ -199,7 +199,7 @@ class DecodeReplica:
         return LoadReport(
             last_dispatch=last_dispatch,
             step=stats.steps,
-            waiting_requests=sum(job.waits_for_room for job in jobs) + stats.waiting,
+            waiting_requests=sum(job.waits for job in jobs),
             running_requests=stats.running,
             backlog_rows=stats.backlog_rows + sum(job.rows_to_come for job in jobs),
             resident_tokens=stats.resident_tokens,
@@ -207,6 +207,7 @@ class DecodeReplica:
             free_slots=stats.free_slots,
             rows_per_s=stats.rows_per_s,
             held_leases=len(self.work.jobs),
+            parked_requests=sum(job.is_parked for job in jobs),
         )
 
 

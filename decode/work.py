@@ -39,7 +39,7 @@ from headrace.core.messages import (
     WindowReady,
 )
 from headrace.core.peers import Peer
-from headrace.core.rows import GRAIN, StartKind
+from headrace.core.rows import StartKind
 from headrace.decode.commit import Committer
 from headrace.decode.handoff import (
     TERMINAL,
@@ -51,6 +51,7 @@ from headrace.decode.handoff import (
 )
 from headrace.decode.jobs import Job, Over, Stages
 from headrace.decode.load import Loader
+from headrace.decode.parking import JobWork, Line
 from headrace.engine import (
     BlockDone,
     Engine,
@@ -61,7 +62,6 @@ from headrace.engine import (
     TokenSampled,
     WindowDone,
 )
-from headrace.engine import Job as EngineJob
 from headrace.kvstore import ClassStores, Kind
 
 log = logging.getLogger(__name__)
@@ -97,13 +97,15 @@ class Decoder:
         self._find_prefill = find_prefill
         self._on_ended = on_ended
         self._attempts = Attempts()
-        self._in_line = asyncio.Lock()  # first come, first served: asyncio wakes in this order
-        self._room = asyncio.Event()  # something was given back to the engine
         self._closing: set[asyncio.Task[None]] = set()
         self.early = EarlyFrames(leases.handoff_s)
         self.jobs: dict[JobKey, Job] = {}
         self.counts = Counts()
         self._loader = Loader(engine, stores, clock, self.counts, depth_tokens)
+        after, spawn = settings.park_after_tokens, self._spawn
+        self._line = Line(
+            engine, driver, stores, self._loader, self.jobs, self.counts, after, spawn
+        )
         self.committer = Committer(stores.own, self.counts)
         self._committing = asyncio.create_task(self.committer.run(), name="commit")
         self.draining = False
@@ -131,7 +133,7 @@ class Decoder:
         self.counts.jobs += 1
         job = Job(message, router, Stages(self._clock.now_s()))
         self.jobs[key] = job
-        job.task = asyncio.create_task(self._run(job), name=f"decode {key}")
+        job.task = self._spawn(job, self._walk)
         job.deadline = asyncio.get_running_loop().call_later(
             message.request.deadline_s, self._expired, job
         )
@@ -142,7 +144,7 @@ class Decoder:
             faults.hit("decode.accept")
         except HeadraceError as error:
             return error
-        waiting = sum(job.waits_for_room for job in self.jobs.values())
+        waiting = sum(job.waits_for_room or job.is_parked for job in self.jobs.values())
         if self.draining:
             return Unavailable("this decode replica takes no new jobs")
         if waiting >= self._settings.max_waiting:
@@ -225,9 +227,12 @@ class Decoder:
 
     # ---- from the queue to the first row ---------------------------------------------------------
 
-    async def _run(self, job: Job) -> None:
+    def _spawn(self, job: Job, work: JobWork) -> asyncio.Task[None]:
+        return asyncio.create_task(self._run(job, work), name=f"decode {job.key}")
+
+    async def _run(self, job: Job, work: JobWork) -> None:
         try:
-            await self._walk(job)
+            await work(job)
         except Over:
             pass
         except HeadraceError as error:
@@ -237,42 +242,23 @@ class Decoder:
             self._end(job, DecodeEvent.ERROR, HeadraceError("decode failed"))
 
     async def _walk(self, job: Job) -> None:
-        await self._admit(job)
+        await self._line.admit(job)
         if not job.message.await_prefill and job.fills:
             await self._loader.open_stored(job)
         await job.told.wait()
-        job.plan, window = await self._loader.finish(job)
-        pictures = await self._loader.pictures(job, job.plan)
+        plan, window = await self._loader.finish(job)
+        job.planned(plan)
+        pictures = await self._loader.pictures(job, plan)
         job.stages.started_s = self._clock.now_s()
         job.advance(DecodeEvent.STARTED)  # before the call: events may come before it returns
-        if job.plan.kind is StartKind.STATE and job.state_bytes is not None:
+        if plan.kind is StartKind.STATE and job.state_bytes is not None:
             await self._driver.call(self._engine.adopt, job.key, job.state_bytes)
             job.state_bytes = None
         else:
-            await self._driver.call(self._engine.start, job.key, job.plan, window, pictures)
+            await self._driver.call(self._engine.start, job.key, plan, window, pictures)
         if job.source is not None:
             job.source.post(HandoffAck(job.key))
         await self._stores.release(job.key, Kind.KV)
-
-    async def _admit(self, job: Job) -> None:
-        """Wait for room behind all who came earlier, then reserve for every block that may come.
-
-        Raises `InvalidRequest` if it never fits."""
-        n_blocks = len(job.handoff.digests)
-        wanted = EngineJob(job.request, job.message.generated_ids, n_blocks)
-        async with self._in_line:
-            while True:
-                self._room.clear()
-                admission = await self._driver.call(self._engine.admit, wanted)
-                if admission is not None:
-                    break
-                await self._room.wait()
-        job.fills = {fill.index: fill for fill in admission.fills}
-        resident = [index for index in range(n_blocks) if index not in job.fills]
-        job.handoff.here.update(resident)
-        job.stages.resident_tokens = len(resident) * GRAIN
-        job.advance(DecodeEvent.ADMITTED)
-        self._loader.admitted(job)
 
     # ---- what the engine did -------------------------------------------------------------------
 
@@ -317,6 +303,7 @@ class Decoder:
         first = job.state is DecodeState.REPLAYING
         faults.hit("decode.first_token" if first else "decode.token")
         item = job.token(event, self._clock.now_s())
+        self._line.ran(job)
         if event.finish is not None:
             self._close_later(job)
         return item
@@ -332,7 +319,7 @@ class Decoder:
         retryable: bool | None = None,
     ) -> None:
         """The one way out before the end; the second and later causes are ignored and counted."""
-        streaming = job.state is DecodeState.STREAMING
+        streaming = job.state in (DecodeState.STREAMING, DecodeState.PARKED)
         if not job.step(event):
             self.counts.late += 1
             return
@@ -357,16 +344,16 @@ class Decoder:
     async def _close(self, job: Job) -> None:
         """Give back what the job holds. Loads in threads are not waited for: the tickets of their
         fills are closed by the release."""
-        assert job.task is not None
         if job.deadline is not None:
             job.deadline.cancel()
-        while not job.task.done():
+        while busy := [task for task in (job.leaving, job.task) if task and not task.done()]:
             # Again, because a cancellation can be lost on the way (seen: wait_for of Python 3.11).
-            job.task.cancel()
-            await asyncio.wait([job.task], timeout=0.05)
+            for task in busy:
+                task.cancel()
+            await asyncio.wait(busy, timeout=0.05)
         with contextlib.suppress(Unavailable):  # an engine that ended holds nothing
             await self._driver.call(self._engine.release, job.key)
-        self._room.set()
+        self._line.news()
         await self._stores.release(job.key)
         del self.jobs[job.key]
         self._on_ended()

@@ -268,11 +268,12 @@ class Engine:
         sequences = list(self.scheduler.sequences())
         rows = sum(count for count, _ in self._recent)
         seconds = sum(duration for _, duration in self._recent)
-        running = (SequenceState.KNOWN, SequenceState.DECODING, SequenceState.HELD)
+        running = (SequenceState.KNOWN, SequenceState.DECODING)
+        parked = (SequenceState.HELD, SequenceState.PARKED)
         return EngineStats(
             waiting=sum(s.state is SequenceState.FILLING for s in sequences),
             running=sum(s.state in running for s in sequences),
-            parked=sum(s.state is SequenceState.PARKED for s in sequences),
+            parked=sum(s.state in parked for s in sequences),
             backlog_rows=sum(s.rows_left for s in sequences),
             free_blocks=pool.n_available,
             resident_blocks=pool.n_evictable,

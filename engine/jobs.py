@@ -102,12 +102,12 @@ Event: TypeAlias = TokenSampled | BlockDone | WindowDone | RowsDone | SequenceFa
 class EngineStats:
     """A snapshot. `free_blocks + held_blocks` is the pool's size.
 
-    `waiting`: admitted, not started; `running`: started, not finished, with a slot; `parked`:
-    without one, their blocks reserved; `backlog_rows`: rows of
-    known tokens that both still have to run (estimated before `start`). `free_blocks`: what an
-    admission may take; `resident_blocks` of them hold committed bytes and are evicted oldest
-    first. `resident_tokens`: tokens whose global KV live sequences hold. `rows_per_s` is measured
-    over the last steps, 0 before the first. Totals count since the engine was made."""
+    `waiting`: admitted, not started; `running`: started, not finished, in the steps; `parked`: held
+    or parked, their blocks reserved; `backlog_rows`: rows of known tokens that the first two still
+    have to run (estimated before `start`). `free_blocks`: what an admission may take;
+    `resident_blocks` of them hold committed bytes and are evicted oldest first. `resident_tokens`:
+    tokens whose global KV live sequences hold. `rows_per_s` is measured over the last steps, 0
+    before the first. Totals count since the engine was made."""
 
     waiting: int
     running: int

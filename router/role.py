@@ -179,6 +179,7 @@ class RouterProcess:
         free: dict[tuple[str, ...], float] = {}
         refused: dict[tuple[str, ...], float] = {}
         resident: dict[tuple[str, ...], float] = {}
+        parked: dict[tuple[str, ...], float] = {}
         for replica in self.replicas.all():
             at = (replica.role.value, replica.name)
             states[(replica.role.value, replica.state.value)] += 1
@@ -189,11 +190,13 @@ class RouterProcess:
             if (report := self.ledger.last_report(replica.key)) is not None:
                 free[at], resident[at] = report.free_blocks, report.resident_tokens
                 refused[at] = report.wire_refused
+                parked[at] = report.parked_requests
         yield gauge(Metric.REQUESTS_OPEN, "not ended", (), {(): desk.live_requests})
         yield gauge(Metric.REPLICAS, "replicas known", ("pool", "state"), states)
         yield gauge(Metric.BACKLOG_MS, "predicted, as of now", each, backlog)
         yield gauge(Metric.REPLICA_REQUESTS, "dispatched by this router", each, requests)
         yield gauge(Metric.REPLICA_FREE_BLOCKS, "as last reported", each, free)
+        yield gauge(Metric.REPLICA_PARKED, "gave way, as last reported", each, parked)
         yield gauge(Metric.RESIDENT_TOKENS, "as last reported", each, resident)
         yield count(Metric.ROUTED, "dispatches", (*each, "reason"), desk.routed)
         yield count(Metric.RETRIES, "further attempts", (), {(): desk.retried})

@@ -61,7 +61,7 @@ async def test_the_scrape_agrees_with_the_records(rigs: Any) -> None:
         await rig.client.post("/v1/completions", json=body)
         await rig.client.post("/v1/completions", json=body | {"n": 2})
         await rig.client.get("/nowhere")
-        rig.decodes[0].report(free_blocks=60, resident_tokens=512)
+        rig.decodes[0].report(free_blocks=60, resident_tokens=512, parked_requests=3)
         replica = next(r for r in rig.router.replicas.all() if r.name == "decode-0")
         await rig.until(lambda: rig.router.ledger.last_report(replica.key))
         after = await scrape(rig)
@@ -89,6 +89,7 @@ async def test_the_scrape_agrees_with_the_records(rigs: Any) -> None:
         assert value("headrace_replica_requests", **at) == 0
         assert value("headrace_replica_free_blocks", **at) == 60
         assert value("headrace_resident_tokens", **at) == 512
+        assert value("headrace_replica_parked", **at) == 3
         assert value("headrace_routed_total", reason="only-choice", **at) == 4
         names = {name for name, _ in after}
         for metric in (

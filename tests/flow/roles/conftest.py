@@ -226,10 +226,12 @@ async def store_task(role: RoleSettings, settings: StoreSettings) -> AsyncIterat
 
 
 @contextlib.asynccontextmanager
-async def replicas(roles: Roles, yardstick: Any, router: Any) -> AsyncIterator[Cluster]:
+async def replicas(
+    roles: Roles, yardstick: Any, router: Any, settings: EngineSettings = ENGINE
+) -> AsyncIterator[Cluster]:
     """One prefill, two decodes and a router end, on a store that serves already."""
-    prefill = PrefillReplica(roles("prefill-0"), ENGINE)
-    decodes = [DecodeReplica(roles(f"decode-{i}"), ENGINE) for i in (0, 1)]
+    prefill = PrefillReplica(roles("prefill-0"), settings)
+    decodes = [DecodeReplica(roles(f"decode-{i}"), settings) for i in (0, 1)]
     try:
         await asyncio.gather(*(replica.start() for replica in (prefill, *decodes)))
         to_prefill = await router.connect(prefill.shell.address)
@@ -268,10 +270,11 @@ async def cluster(
     router_end: Any,
 ) -> AsyncIterator[Cluster]:
     """One cluster for the tests of a module, which must leave it at rest. The module may name
-    sizes of its store in STORE."""
+    sizes of its store in STORE, and settings of its engines in ENGINE."""
     sizes = getattr(request.module, "STORE", {})
+    settings = getattr(request.module, "ENGINE", ENGINE)
     serving = store_task(roles("store"), store_settings(tag, **sizes))
-    async with serving, replicas(roles, yardstick, router_end()) as all_:
+    async with serving, replicas(roles, yardstick, router_end(), settings) as all_:
         yield all_
 
 
@@ -301,8 +304,10 @@ async def new_decode(
     """`await new_decode(name, **deployment)`: a further decode replica on the same store."""
     made: list[DecodeReplica] = []
 
-    async def make(name: str, **deployment: Any) -> DecodeReplica:
-        replica = DecodeReplica(roles(name, **deployment), ENGINE)
+    async def make(
+        name: str, settings: EngineSettings = ENGINE, **deployment: Any
+    ) -> DecodeReplica:
+        replica = DecodeReplica(roles(name, **deployment), settings)
         made.append(replica)
         await replica.start()
         return replica
@@ -369,6 +374,7 @@ async def processes(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster_with_store_process(
+    request: pytest.FixtureRequest,
     role_settings: Callable[..., RoleSettings],
     store_settings: Callable[..., StoreSettings],
     yardstick: Any,
@@ -376,10 +382,12 @@ async def cluster_with_store_process(
 ) -> AsyncIterator[tuple[Cluster, RoleProcess]]:
     """A cluster of its own, whose store may be killed and started again."""
     roles = functools.partial(role_settings, tag="apart", model=yardstick.model)
-    store = RoleProcess("store", roles("store"), store_settings("apart"), "")
+    sizes = getattr(request.module, "STORE", {})
+    settings = getattr(request.module, "ENGINE", ENGINE)
+    store = RoleProcess("store", roles("store"), store_settings("apart", **sizes), "")
     await store.start()
     try:
-        async with replicas(roles, yardstick, router_end()) as all_:
+        async with replicas(roles, yardstick, router_end(), settings) as all_:
             yield all_, store
     finally:
         await store.kill()

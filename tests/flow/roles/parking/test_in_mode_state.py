@@ -1,0 +1,32 @@
+"""Turns in mode `state`: what began with a delivered state is parked with one of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from headrace.core.limits import LeaseTimes
+from headrace.core.request import HandoffMode
+from headrace.engine import EngineSettings
+
+MODEL = "t1"
+DEPLOYMENT = {"leases": LeaseTimes(handoff_s=20.0), "handoff_mode": HandoffMode.STATE}
+STORE = {"state_bytes": 65536}
+ENGINE = EngineSettings(
+    n_blocks=60, n_slots=2, max_rows_per_step=128, replay_rows_per_step=128, park_after_tokens=4
+)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.mark.parametrize("sizes", [{}, {"n_blocks": 6, "n_slots": 4}], ids=["slots", "blocks"])
+async def test_streams_take_turns(cluster, prompt, streams, join, sizes) -> None:
+    number = await join(replace(ENGINE, **sizes)) if sizes else 0
+    four = streams(cluster, number)
+    await four.begin(prompt, f"state {sizes}", ((250, 14), (300, 9), (130, 14), (256, 9)))
+    await four.texts_are_those_of_streams_alone()
+    four.no_row_ran_twice()
+    assert [call.times.start_kind for call, *_ in four.calls] == ["cold", "state", "state", "cold"]
+    assert four.counted("parkings") >= 2
+    assert (four.counted("parkings_lost"), four.counted("parkings_refused")) == (0, 0)
+    await cluster.at_rest()
