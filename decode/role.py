@@ -132,8 +132,9 @@ class DecodeReplica:
         await self.shell.run(stop)
 
     async def close(self) -> None:
-        """Withdraw, end what runs with a retryable failure, give everything back. Idempotent."""
+        """Withdraw, cut every link, end what runs, give everything back. Idempotent."""
         await self._beat.stop()
+        await self.shell.close()  # first: whoever still reached us would send its next try here
         if self.work is not None:
             work, self.work = self.work, None
             with contextlib.suppress(TimeoutError):
@@ -141,7 +142,6 @@ class DecodeReplica:
                     await work.stop("the decode replica stops", FLUSH_S)
             await self.driver.stop()
             await self.stores.close()
-        await self.shell.close()
         await self._board.close()
 
     # ---- what arrives ------------------------------------------------------------------------

@@ -100,15 +100,15 @@ class VisionReplica:
         await self.shell.run(stop)
 
     async def close(self) -> None:
-        """Withdraw, end what runs with a retryable failure, give everything back. Idempotent."""
+        """Withdraw, cut every link, end what runs, give everything back. Idempotent."""
         await self._beat.stop()
+        await self.shell.close()  # first: whoever still reached us would send its next try here
         if self.work is not None:
             work, self.work = self.work, None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
                     await work.stop("the vision replica stops")
             await self.store.close()
-        await self.shell.close()
         await self._board.close()
 
     # ---- what arrives ------------------------------------------------------------------------
