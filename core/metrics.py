@@ -11,6 +11,7 @@ from enum import StrEnum
 class Metric(StrEnum):
     REQUESTS = "headrace_requests_total"  # labels: endpoint, outcome
     REQUESTS_OPEN = "headrace_requests_open"
+    REQUESTS_WAITING = "headrace_requests_waiting"
     STAGE_SECONDS = "headrace_stage_seconds"  # labels: stage
     TTFT_SECONDS = "headrace_ttft_seconds"
     TOKEN_GAP_SECONDS = "headrace_token_gap_seconds"

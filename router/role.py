@@ -192,6 +192,7 @@ class RouterProcess:
                 refused[at] = report.wire_refused
                 parked[at] = report.parked_requests
         yield gauge(Metric.REQUESTS_OPEN, "not ended", (), {(): desk.live_requests})
+        yield gauge(Metric.REQUESTS_WAITING, "in line for room", (), {(): desk.waiting_requests})
         yield gauge(Metric.REPLICAS, "replicas known", ("pool", "state"), states)
         yield gauge(Metric.BACKLOG_MS, "predicted, as of now", each, backlog)
         yield gauge(Metric.REPLICA_REQUESTS, "dispatched by this router", each, requests)

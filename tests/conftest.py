@@ -24,7 +24,10 @@ def root() -> Path:
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`, a file's tests stay together and in order; all of the live cluster's do, since
-    they share one cluster and its last ones end it."""
+    they share one cluster and its last ones end it. Whichever comes first starts it, which takes
+    minutes on a busy machine."""
     for item in items:
         live = "live" in item.path.parts
         item.add_marker(pytest.mark.xdist_group("live" if live else str(item.path)))
+        if live and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(600))

@@ -5,338 +5,41 @@ The files of this folder run in the order of their names: the later ones kill mo
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import os
+import importlib.util
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import Any
 
-import httpx
 import pytest
-import yaml
 
-from headrace.cluster.config import load_config
-from headrace.cluster.http import ApiError, HttpApi
-from headrace.cluster.roles import role_settings
-from headrace.cluster.rundir import RunDir, RunState
-from headrace.cluster.session import Process, read_process, run_members
-from headrace.cluster.status import collect
-from headrace.core.card import Member, Role
-from headrace.core.chain import as_token_ids, block_digests, root_digest
-from headrace.core.errors import HeadraceError
-from headrace.core.ids import Digest, new_boot_id
-from headrace.core.limits import WireLimits
-from headrace.core.messages import Hello, LoadReport
-from headrace.core.peers import introduce
 from headrace.engine import LLM
-from headrace.kvstore import MemberBoard, SaltBook, StoreClient, StoreStat
 
-T = TypeVar("T")
-Until = Callable[[Callable[[], bool], float, str | Callable[[], str]], None]
-HEADRACE = str(Path(sys.executable).parent / "headrace")
+
+def _beside(name: str) -> ModuleType:
+    """A file beside this one as a module: test files cannot import each other by name."""
+    full = f"headrace_tests_cluster_live_{name}"
+    if full not in sys.modules:
+        path = Path(__file__).with_name(f"{name}.py")
+        spec = importlib.util.spec_from_file_location(full, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[full] = importlib.util.module_from_spec(spec)  # dataclasses look it up
+        spec.loader.exec_module(sys.modules[full])
+    return sys.modules[full]
+
+
+Live: Any = _beside("cluster").Live
+crowds = _beside("crowd")
+Until = Callable[..., None]
 
 
 @pytest.fixture(autouse=True)
 def short_temp() -> None:
     """Switches the parent folder's fixture off: a live cluster's folders outlast a test."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One finished completion, and what the router recorded of it."""
-
-    text: str
-    finish: str
-    usage: dict[str, Any]
-    record: dict[str, Any]
-
-
-class Live:
-    """A cluster started with `headrace up` in a home of its own."""
-
-    def __init__(self, home: Path, values: dict[str, Any], until: Until) -> None:
-        self.until = until
-        self.run = RunDir(home, values["cluster"])
-        self.n_blocks, self.n_slots = values["engine"]["n_blocks"], values["engine"]["n_slots"]
-        self.tenants: list[str] = [entry["tenant"] for entry in values["keys"]]
-        self._file = home / f"{values['cluster']}.yaml"
-        self._file.write_text(yaml.safe_dump(values))
-        self._environment = {**os.environ, "HEADRACE_HOME": str(home), "OMP_NUM_THREADS": "1"}
-        self._environment.pop("TMPDIR", None)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._store: StoreClient | None = None
-
-    # command line
-
-    def command(self, *words: str, timeout_s: float = 150.0) -> subprocess.CompletedProcess[str]:
-        """Run `headrace ...` from the repository's top folder, as a newcomer would."""
-        return subprocess.run(
-            [HEADRACE, *words],
-            env=self._environment,
-            cwd=Path(__file__).resolve().parents[3],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
-
-    def up(self) -> subprocess.CompletedProcess[str]:
-        done = self.command("up", str(self._file))
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done
-
-    def down(self) -> subprocess.CompletedProcess[str]:
-        return self.command("down", "--name", self.run.cluster)
-
-    def close(self) -> None:
-        """End the cluster if it runs, without asserting anything."""
-        if self._store is not None:
-            self.wait(self._store.close())
-        if self.members():
-            self.down()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    # what is there
-
-    @property
-    def state(self) -> RunState | None:
-        return self.run.read_state()
-
-    @property
-    def url(self) -> str:
-        state = self.state
-        assert state is not None
-        return state.url
-
-    def key(self, tenant: str = "") -> str:
-        tenant = tenant or self.tenants[0]
-        return self.run.api_key(tenant, first=tenant == self.tenants[0])
-
-    def members(self) -> list[Process]:
-        state = self.state
-        return run_members(state) if state is not None else []
-
-    def view(self) -> dict[str, Any]:
-        """What `headrace status --json` shows."""
-        return collect(self.run)
-
-    def role(self, name: str) -> dict[str, Any]:
-        return next(role for role in self.view()["roles"] if role["name"] == name)
-
-    def process(self, name: str) -> Process:
-        """The one process of the run with this name in the process table."""
-        found = [member for member in self.members() if member.name == name]
-        assert len(found) == 1, (name, found)
-        return found[0]
-
-    def ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/ready", timeout=2.0, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples with this name and at least these labels."""
-        samples = HttpApi(self.url, self.key()).metrics()
-        return sum(
-            s.value for s in samples if s.name == name and labels.items() <= s.labels.items()
-        )
-
-    def records(self) -> list[dict[str, Any]]:
-        """Every record the router wrote so far."""
-        try:
-            lines = self.run.records_file.read_text().splitlines()
-        except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in lines]
-
-    # requests
-
-    def client(self, tenant: str = "") -> httpx.Client:
-        headers = {"Authorization": f"Bearer {self.key(tenant)}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=100.0, trust_env=False)
-
-    def body(self, prompt: Sequence[int], max_tokens: int, stream: bool) -> dict[str, Any]:
-        state = self.state
-        assert state is not None
-        return {
-            "model": state.model,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "stream": stream,
-        }
-
-    def complete(self, prompt: Sequence[int], max_tokens: int, tenant: str = "") -> Answer:
-        """One plain completion of a prompt given as token ids. Raises on an error answer."""
-        known = len(self.records())
-        with self.client(tenant) as client:
-            answer = client.post("/v1/completions", json=self.body(prompt, max_tokens, False))
-        assert answer.status_code == 200, answer.text
-        values = answer.json()
-        choice = values["choices"][0]
-        record = self.next_record(known)
-        return Answer(choice["text"], choice["finish_reason"], values["usage"], record)
-
-    def next_record(self, known: int, within_s: float = 10.0) -> dict[str, Any]:
-        """The one record after the first `known`."""
-        self.until(lambda: len(self.records()) > known, within_s, "no record was written")
-        records = self.records()
-        assert len(records) == known + 1
-        return records[known]
-
-    # the store
-
-    def store(self) -> StoreClient:
-        if self._store is None:
-            card = next(m.card for m in self.wait(self._members()) if m.card is not None)
-            self._store = StoreClient(
-                self.run.store_address,
-                self.run.cluster_token(),
-                card.namespace().digest(),
-                name="test",
-            )
-            assert self.wait(self._store.connect(10.0))
-        return self._store
-
-    async def _members(self) -> tuple[Member, ...]:
-        config = load_config(self.run.config_file)
-        board = MemberBoard.of(role_settings(config, self.run, Role.SUPERVISOR, "test"))
-        try:
-            return await board.members()
-        finally:
-            await board.close()
-
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine, run on this object's own event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30.0)
-
-    def stat(self) -> StoreStat:
-        stat = self.wait(self.store().stat())
-        assert stat is not None
-        return stat
-
-    def digests(self, llm: LLM, prompt: Sequence[int], tenant: str = "") -> tuple[Digest, ...]:
-        """Block digests of a prompt in this cluster's namespace and a tenant's domain."""
-        state = self.state
-        assert state is not None
-        namespace = llm.engine.card(state.model).namespace().digest()
-        salt = SaltBook.ensure(str(self.run.store_directory)).salt(tenant or self.tenants[0])
-        return block_digests(root_digest(namespace, salt), as_token_ids(prompt))
-
-    # harm, and after it
-
-    def kill(self, pid: int) -> None:
-        """SIGKILL, verified: the process is gone when this returns."""
-        before = read_process(pid)
-        assert before is not None
-        os.kill(pid, signal.SIGKILL)
-        self.until(lambda: _gone(before), 5.0, f"process {pid} lives on")
-
-    @contextlib.contextmanager
-    def frozen(self, pid: int) -> Iterator[None]:
-        """SIGSTOP for the length of the block, verified at its begin; SIGCONT if it still lives."""
-        before = read_process(pid)
-        assert before is not None
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            self.until(lambda: _letter(pid) == "T", 2.0, f"process {pid} did not stop")
-            yield
-        finally:
-            if not _gone(before):
-                os.kill(pid, signal.SIGCONT)
-
-    def exists(self, role: dict[str, Any]) -> bool:
-        """Whether the process of a role, as `role` showed it, is still a member of the run."""
-        return role["pid"] in {process.pid for process in self.members()}
-
-    def settled(self, within_s: float = 45.0) -> None:
-        """Until everything is as in an idle cluster: all roles ready, `/ready` true, no request
-        open, no lease, no reservation, no engine block held. Asserts which of these fails."""
-        why: list[str] = []
-
-        def quiet() -> bool:
-            try:
-                why[:] = self._unsettled()
-            except ApiError as error:  # the router is away
-                why[:] = [error.message]
-            return not why
-
-        self.until(quiet, within_s, lambda: f"not settled: {why}")
-
-    def _unsettled(self) -> list[str]:
-        view = self.view()
-        why = [role["name"] for role in view["roles"] if role["state"] != "ready"]
-        why += [] if view["ready"] else ["/ready"]
-        if why:
-            return why
-        for pool in ("prefill", "decode"):
-            roles = [role for role in view["roles"] if role["role"] == pool]
-            if self.metric("headrace_replicas", pool=pool, state="ready") != len(roles):
-                return [f"the router does not reach all of {pool}"]
-        if self.metric("headrace_requests_open"):
-            why.append("requests open")
-        stat = self.wait(self.store().stat())
-        if stat is None:
-            return [*why, "store away"]
-        if stat.leases or stat.reservations:
-            why.append(f"{stat.leases} leases, {stat.reservations} reservations")
-        engines = [role for role in view["roles"] if role["role"] in ("prefill", "decode")]
-        why += [f"{role['name']} is charged" for role in engines if role["requests"]]
-        if why:
-            return why
-        for role, load in zip(engines, self.wait(self._loads(engines)), strict=True):
-            if load is None:
-                why.append(f"{role['name']} reports nothing")
-            elif self._baseline(load) != (self.n_blocks, self.n_slots, 0, 0, 0):
-                why.append(f"{role['name']} holds something: {load}")
-        return why
-
-    @staticmethod
-    def _baseline(load: LoadReport) -> tuple[int, ...]:
-        open_requests = load.waiting_requests + load.running_requests
-        return load.free_blocks, load.free_slots, load.held_leases, load.backlog_rows, open_requests
-
-    async def _loads(self, engines: list[dict[str, Any]]) -> list[LoadReport | None]:
-        """What the engines report to a router that has just connected: their own account."""
-        return await asyncio.gather(*(self._load(role["address"]) for role in engines))
-
-    async def _load(self, address: str) -> LoadReport | None:
-        hello = Hello(Role.ROUTER, "onlooker", new_boot_id(), "test", None)
-        try:
-            peer = await introduce(address, hello, self.run.cluster_token(), WireLimits())
-        except (ConnectionError, HeadraceError):
-            return None
-        try:
-            async with asyncio.timeout(3.0):
-                async for message in peer.link:
-                    if isinstance(message, LoadReport):
-                        return message
-        except TimeoutError:
-            pass
-        finally:
-            peer.link.abort()
-        return None
-
-
-def _gone(before: Process) -> bool:
-    now = read_process(before.pid)
-    return now is None or now.state in "ZX" or now.started_ticks != before.started_ticks
-
-
-def _letter(pid: int) -> str:
-    process = read_process(pid)
-    return process.state if process else ""
 
 
 def free_port() -> int:
@@ -355,9 +58,9 @@ def values(cluster: str, **changes: Any) -> dict[str, Any]:
         "deployment": {"model": "t1", "numerics": "invariant", "local_prefill_rows": 171},
         "engine": {"n_blocks": 160, "n_slots": 8},
         "store": {"arena_bytes": 64 << 20, "ssd_bytes": 128 << 20, "segment_bytes": 8 << 20},
-        "router": {"port": free_port()},
+        "router": {"port": free_port(), "resume_wait_s": 180},
         "keys": [{"tenant": "one"}, {"tenant": "two"}],
-        "times": {"restart_after_s": 6},
+        "times": {"restart_after_s": 6, "ready_s": 300},
         **changes,
     }
 
@@ -374,8 +77,8 @@ def home(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def live(home: Path, until: Until) -> Iterator[Live]:
-    """One prefill, two decode, store, router, supervisor under Ray; started once."""
-    cluster = Live(home, values("live"), until)
+    """One vision, one prefill, two decode, store, router, supervisor under Ray; started once."""
+    cluster = Live(home, values("live", pools={"vision": 1, "prefill": 1, "decode": 2}), until)
     try:
         cluster.up()
         yield cluster
@@ -393,3 +96,43 @@ def beside(home: Path, until: Until) -> Iterator[Live]:
         yield cluster
     finally:
         cluster.close()
+
+
+@pytest.fixture(scope="session")
+def questions(llm: LLM) -> Any:
+    """Makes questions with their answers; see `crowd.py`."""
+    return crowds.Questions(llm)
+
+
+@pytest.fixture(scope="session")
+def seeded() -> Any:
+    """A sampling that draws."""
+    return crowds.SEEDED
+
+
+@pytest.fixture(scope="session")
+def crowd() -> Callable[..., Any]:
+    """`with crowd(live, questions, clients=3) as load`."""
+
+    def make(live: Any, asked: Any, clients: int = 3) -> Any:
+        return crowds.Crowd(live, asked, clients)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def ask() -> Callable[..., Any]:
+    """`ask(live, question)`: one answer."""
+
+    def once(live: Any, question: Any) -> Any:
+        with live.client() as client:
+            return crowds.ask(client, question)
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def begin() -> Callable[..., Any]:
+    """`begin(live, question)`: an answer that grows."""
+    made: Callable[..., Any] = crowds.Asked
+    return made

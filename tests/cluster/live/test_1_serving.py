@@ -34,10 +34,10 @@ def test_every_role_is_there(live: Live) -> None:
     view = json.loads(done.stdout)
     assert view["ready"] is True
     assert view["notes"] == []
-    names = ["store-0", "prefill-0", "decode-0", "decode-1", "router-0"]
+    names = ["store-0", "vision-0", "prefill-0", "decode-0", "decode-1", "router-0"]
     assert [role["name"] for role in view["roles"]] == names
     assert all(role["alive"] and role["state"] == "ready" for role in view["roles"])
-    assert len({role["pid"] for role in view["roles"]}) == 5
+    assert len({role["pid"] for role in view["roles"]}) == 6
     live.settled()
 
 

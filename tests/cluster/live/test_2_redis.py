@@ -1,0 +1,61 @@
+"""Redis killed, which means restarted empty, and frozen, under load: nobody's answer depends on it,
+and what was stored before is found again afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from headrace.core.rows import floor_grain
+
+pytestmark = [pytest.mark.ray, pytest.mark.fault]
+Live = Any  # the cluster of conftest.py
+Questions = Any  # of crowd.py
+Ids = Callable[[str, int], list[int]]
+Until = Callable[..., None]
+
+FREEZE_S = 5.0  # longer than the lease of a membership record
+
+
+def run_id(live: Live) -> str:
+    """Names one life of the server. It keeps nothing on disk, so another life began empty."""
+    client = redis.Redis(unix_socket_path=str(live.run.valkey_socket))
+    assert client.config_get("save", "appendonly") == {"save": "", "appendonly": "no"}
+    return str(client.info("server")["run_id"])
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_redis_under_load(
+    live: Live, questions: Questions, crowd: Any, ask: Any, ids: Ids, until: Until, how: str
+) -> None:
+    live.settled()
+    prompts = [ids(f"redis {how} {i}", 300) for i in range(9)]
+    before, *asked = questions.plain(prompts, 24)
+    asked += [questions.shown(7000 + 10 * len(how) + i, "word " * 60, 8) for i in range(2)]
+    assert ask(live, before).right
+    until(lambda: not live.stat().index_unlisted, 20.0, "not listed")
+    server, life = live.process("valkey-server"), run_id(live)
+    with crowd(live, asked) as load:
+        load.more(2)
+        if how == "killed":
+            live.kill(server.pid)
+        else:
+            with live.frozen(server.pid):
+                time.sleep(FREEZE_S)
+                load.more(1)
+                assert live.process_state(server.pid) == "T"
+                assert live.ready()
+        load.more(4)
+    load.check()
+    live.settled()
+    assert (run_id(live) != life) == (how == "killed")
+    until(lambda: live.stat().index == "ok" and not live.stat().index_unlisted, 30.0, "not listed")
+    known = len(live.records())
+    assert ask(live, before).right
+    record = live.next_record(known)
+    assert (record["prefill_rows"], record["cached_tokens"]) == (0, floor_grain(300))
+    live.settled()

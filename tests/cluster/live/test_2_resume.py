@@ -1,0 +1,94 @@
+"""Streams whose decode replica is really killed, and times in which a whole pool is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.fault]
+Live = Any  # the cluster of conftest.py
+Questions = Any  # of crowd.py
+Begin = Callable[..., Any]
+Ids = Callable[[str, int], list[int]]
+Until = Callable[..., None]
+
+N_TOKENS = 80  # of an answer: seconds, time to do harm in
+
+
+def streaming(asked: list[Any], until: Until) -> None:
+    """Until text of each has come."""
+    until(lambda: all(one.answer.text for one in asked), 60.0, "no text came")
+    assert all(one.open for one in asked), "one is over already"
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_a_stream_outlives_its_decode_replica(
+    live: Live, questions: Questions, begin: Begin, seeded: Any, ids: Ids, until: Until, kind: str
+) -> None:
+    live.settled()
+    sampling = seeded if kind == "seeded" else None
+    prompts = [ids(f"outlives {kind} {i}", 300) for i in range(2)]
+    known = len(live.records())
+    asked = [begin(live, one) for one in questions.plain(prompts, N_TOKENS, sampling)]
+    streaming(asked, until)
+    running = [
+        role["name"] for role in live.roles() if role["role"] == "decode" and role["requests"]
+    ]
+    live.kill(live.role(running[0])["pid"])
+    answers = [one.end() for one in asked]
+    assert [answer.right for answer in answers] == [True, True], answers
+    until(lambda: len(live.records()) == known + 2, 10.0, "no records")
+    records = live.records()[known:]
+    resumed = [record for record in records if record["resumes"]]
+    assert resumed and all(record["completion_tokens"] == N_TOKENS for record in records)
+    assert all(record["decode"] != running[0] or len(running) == 1 for record in resumed)
+    live.settled()
+
+
+def test_no_decode_replica_is_left(
+    live: Live, questions: Questions, begin: Begin, ask: Any, ids: Ids, until: Until
+) -> None:
+    """What streams waits for one to come back and goes on; what is new is refused with a reason."""
+    live.settled()
+    known = len(live.records())
+    prompts = [ids(f"left {i}", 300) for i in range(3)]
+    *long, short = questions.plain(prompts, N_TOKENS)
+    asked = [begin(live, one) for one in long]
+    streaming(asked, until)
+    before = {name: live.role(name) for name in ("decode-0", "decode-1")}
+    for role in before.values():
+        live.kill(role["pid"])
+    until(lambda: not live.ready(), 5.0, "still ready")
+    refused = ask(live, short)
+    assert (refused.status, refused.error) == (503, "no_replica")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert all(one.open for one in asked)
+    answers = [one.end() for one in asked]
+    assert [answer.right for answer in answers] == [True, True], answers
+    live.settled()
+    resumes = [record["resumes"] for record in live.records()[known:] if record["decode"]]
+    assert len(resumes) == 2 and min(resumes) >= 1
+    for name, role in before.items():
+        assert live.role(name)["boot_id"] != role["boot_id"]
+    assert ask(live, short).right
+
+
+def test_no_prefill_replica_is_left(
+    live: Live, questions: Questions, ask: Any, ids: Ids, until: Until
+) -> None:
+    live.settled()
+    one, other = questions.plain([ids(f"no prefill {i}", 400) for i in range(2)], 6)
+    known = len(live.records())
+    with live.frozen(live.role("prefill-0")["pid"]):
+        ready = {"pool": "prefill", "state": "ready"}
+        until(lambda: not live.metric("headrace_replicas", **ready), 8.0, "still routable")
+        assert live.ready()
+        assert ask(live, one).right
+    record = live.next_record(known)
+    assert (record["prefill"], record["prefill_rows"], record["encoder_rows"]) == ("", 0, 400)
+    live.settled()
+    assert ask(live, other).right
+    assert live.next_record(known + 1)["prefill_rows"] == 384
+    live.settled()
