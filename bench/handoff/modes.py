@@ -5,8 +5,9 @@
 
 For every mode a one-process cluster is brought up (a home of its own, any free port) with
 `local_prefill_rows: 0`, so that every prompt is handed over. Each prompt is sent cold, then once
-more with 64 tokens behind it. Rows and bytes are those of the requests' records, times the
-client's.
+more with 64 tokens behind it; `--repeats` prompts of a length, one after the other. Rows and bytes
+are those of the requests' records, the same for all prompts of a length; times are the client's,
+the median of the repeats.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +112,8 @@ class Cluster:
         raise RuntimeError("the request left no record")
 
 
-def measure(model: str, mode: str, lengths: list[int]) -> list[Row]:
-    rows = []
+def measure(model: str, mode: str, lengths: list[int], repeats: int) -> list[Row]:
+    rows: list[Row] = []
     with (
         tempfile.TemporaryDirectory(prefix="hr-modes-") as home,
         Cluster(Path(home), model, mode) as cluster,
@@ -119,14 +121,25 @@ def measure(model: str, mode: str, lengths: list[int]) -> list[Row]:
         warm = [random.Random("warm").randrange(300, 3900) for _ in range(300)]
         cluster.ask(warm)  # threads, links and pages of memory
         for n_tokens in lengths:
-            draw = random.Random(f"modes {n_tokens}")
-            ids = [draw.randrange(300, 3900) for _ in range(n_tokens)]
-            more = [draw.randrange(300, 3900) for _ in range(TURN_TOKENS)]
-            for name, prompt in (("cold", ids), ("turn", ids + more)):
-                record, first_s, _ = cluster.ask(prompt)
-                time.sleep(0.5)  # write-behind
-                rows.append(row_of(mode, name, record, first_s))
+            found: dict[str, list[Row]] = {"cold": [], "turn": []}
+            for repeat in range(repeats):
+                draw = random.Random(f"modes {n_tokens} {repeat}")
+                ids = [draw.randrange(300, 3900) for _ in range(n_tokens)]
+                more = [draw.randrange(300, 3900) for _ in range(TURN_TOKENS)]
+                for name, prompt in (("cold", ids), ("turn", ids + more)):
+                    record, first_s, _ = cluster.ask(prompt)
+                    time.sleep(0.5)  # write-behind
+                    found[name].append(row_of(mode, name, record, first_s))
+            rows += [middle(of_round) for of_round in found.values()]
     return rows
+
+
+def middle(rows: list[Row]) -> Row:
+    """The row of prompts that differ in their time alone, with the median of it."""
+    counts = {astuple(replace(row, ttft_ms=0.0)) for row in rows}
+    if len(counts) != 1:
+        raise RuntimeError(f"the same length gave other counts: {counts}")
+    return replace(rows[0], ttft_ms=round(statistics.median(row.ttft_ms for row in rows), 1))
 
 
 def row_of(mode: str, name: str, record: dict[str, Any], first_s: float) -> Row:
@@ -149,9 +162,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default="t2")
     parser.add_argument("--lengths", type=int, nargs="+", default=[500, 1000, 2000])
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = [row for mode in MODES for row in measure(options.model, mode, options.lengths)]
+    rows = [
+        row
+        for mode in MODES
+        for row in measure(options.model, mode, options.lengths, options.repeats)
+    ]
     rows.sort(key=lambda row: (row.prompt_tokens, MODES.index(row.mode)))
     names = list(asdict(rows[0]))
     print("| " + " | ".join(names) + " |")

@@ -31,14 +31,18 @@ from headrace.model import (
 from headrace.model.checkpoint import (
     Checkpoint,
     CheckpointError,
+    Part,
     Quantisation,
     ReleaseConfig,
     Selection,
     load_trunk,
     load_vision,
+    released_quantisation,
+    tensor_table,
     weights_id,
     write_random,
 )
+from headrace.model.checkpoint.names import select
 from headrace.model.vision import VisionTower
 
 LEVELS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -208,6 +212,58 @@ def test_encoder_only_build_writes_the_same_state_from_fewer_bytes(
         for _ in checkpoint.stream():
             pass
         assert checkpoint.meter.read_bytes - headers == encoder_bytes
+
+
+# Of the bytes of trunk and drafter in a file of the released formats, with the Engram layers' own and
+# without.
+FILE_SHARES = {"t1": {True: 0.465, False: 0.424}, "flash": {True: 0.692, False: 0.487}}
+
+
+def read_by(load: Callable[[], object]) -> int:
+    """Bytes that this process asked the kernel for while `load` ran."""
+    counts = Path("/proc/self/io")
+    before = int(counts.read_text().split()[1])
+    load()
+    return int(counts.read_text().split()[1]) - before
+
+
+def stored_bytes(name: str, selection: Selection, *, engram: bool) -> int:
+    config = ModelConfig.load(name)
+    table = tensor_table(config, released_quantisation(config))
+    entries = select(config, table, selection)
+    return sum(entry.n_bytes for entry in entries if engram or entry.part is not Part.ENGRAM)
+
+
+@pytest.mark.parametrize("name", FILE_SHARES)
+def test_the_encoder_halfs_share_of_the_file(name: str) -> None:
+    for engram, wanted in FILE_SHARES[name].items():
+        half, whole = (
+            stored_bytes(name, s, engram=engram) for s in (Selection.ENCODER, Selection.TEXT)
+        )
+        assert round(half / whole, 3) == wanted
+
+
+def test_loading_the_encoder_half_reads_its_bytes_and_no_others(
+    make_folder: Callable[[str], Path],
+) -> None:
+    """By the kernel's count: the weights' bytes, and besides at most all shards' headers, and
+    index, tokenizer and configuration twice."""
+    folder = make_folder("t1")
+    load_trunk(folder, Numerics.FAST)  # what is imported at the first use is read by now
+    read = {
+        half: read_by(lambda half=half: load_trunk(folder, Numerics.FAST, encoder_only=half))
+        for half in (True, False)
+    }
+    with Checkpoint.open(folder, Selection.FULL) as checkpoint:
+        every = checkpoint.total_bytes
+    besides = sum(path.stat().st_size for path in folder.glob("*.safetensors")) - every
+    besides += 2 * sum(path.stat().st_size for path in folder.glob("*.json"))
+    assert besides < 0.1 * every  # small beside the half that is not read
+    for half, selection in ((True, Selection.ENCODER), (False, Selection.TEXT)):
+        with Checkpoint.open(folder, selection) as checkpoint:
+            weights = checkpoint.total_bytes
+        assert weights == stored_bytes("t1", selection, engram=True)
+        assert 0 <= read[half] - weights <= besides
 
 
 def test_vision_role_reads_its_part_alone(
