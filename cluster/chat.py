@@ -82,7 +82,7 @@ def converse(run: RunDir, out: Console, *, system: str, max_tokens: int) -> None
         try:
             if (path := attached_path(line)) is not None:
                 attached.append(image_part(path))
-                out.print(f"[dim]{len(attached)} attached to the next message[/]")
+                out.print(f"{path.name} goes with the next message", style="dim", markup=False)
                 continue
         except ConfigError as error:
             out.print(error.message, style="red", markup=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -21,6 +22,7 @@ from headrace.cluster.session import run_members
 from headrace.core.card import Member, Role
 from headrace.core.errors import ConfigError
 from headrace.core.metrics import Metric
+from headrace.core.states import ReplicaState
 
 STORE_WAIT_S = 1.0
 
@@ -68,7 +70,12 @@ def table(view: dict[str, Any]) -> Table:
     words = [f"{view['cluster']}: [{colour}]{escape(_condition(view))}[/]"]
     words += [f"at {view['url']}"] if view["url"] and view["processes"] else []
     words += [f"model {view['model']}", f"{view['processes']} processes", f"build {view['build']}"]
-    shown = Table(title=", ".join(words), title_justify="left")
+    shown = Table(
+        title=", ".join(words),
+        title_justify="left",
+        caption=f"pools: {_pools(view['roles'])}",
+        caption_justify="left",
+    )
     columns = ("role", "state", "pid", "address", "requests", "parked", "backlog ms", "free blocks")
     for column in columns:
         shown.add_column(column)
@@ -82,6 +89,17 @@ def table(view: dict[str, Any]) -> Table:
             *(_number(role[key]) for key in ("requests", "parked", "backlog_ms", "free_blocks")),
         )
     return shown
+
+
+def _pools(roles: Iterable[dict[str, Any]]) -> str:
+    """How many replicas of each pool take requests, of how many."""
+    up: Counter[str] = Counter()
+    all_: Counter[str] = Counter()
+    for role in roles:
+        all_[role["role"]] += 1
+        up[role["role"]] += role["state"] == ReplicaState.READY and role["alive"]
+    wanted = [r.value for r in (Role.VISION, Role.PREFILL, Role.DECODE, Role.ROUTER)]
+    return ", ".join(f"{name} {up[name]} of {all_[name]}" for name in wanted) + " ready"
 
 
 def _condition(view: dict[str, Any]) -> str:
@@ -98,8 +116,9 @@ def _condition(view: dict[str, Any]) -> str:
 def store_table(store: dict[str, Any]) -> Table:
     """What the store holds, by tier: memory of the host, and what is safe on disk."""
     shown = Table(
-        title=f"store: {store['blocks']} blocks, {store['windows']} window records,"
-        f" {store['pictures']} pictures; index {store['index']}",
+        title=f"store: {_number_of(store['blocks'], 'block')},"
+        f" {_number_of(store['windows'], 'window record')},"
+        f" {_number_of(store['pictures'], 'picture')}; index {store['index']}",
         title_justify="left",
     )
     for column in ("tier", "objects", "MB", "room", "waiting"):
@@ -110,6 +129,10 @@ def store_table(store: dict[str, Any]) -> Table:
     ssd, pending = str(store["ssd_objects"]), str(store["pending"])
     shown.add_row("ssd", ssd, _megabytes(store["ssd_bytes"]), room, pending)
     return shown
+
+
+def _number_of(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def _megabytes(n_bytes: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -78,6 +79,27 @@ def test_status_of_a_failed_start_shows_its_reason_and_no_address(failed_run: Ru
     head = shown.export_text().splitlines()[0].rstrip()
     expected = "local: failed: no [room] for Valkey, model t2, 0 processes, build test"
     assert head == expected
+    # Nothing runs, and what the configuration wants is named all the same.
+    wanted = "vision 0 of 0, prefill 0 of 1, decode 0 of 2, router 0 of 1"
+    assert pool_line(collect(failed_run)) == f"pools: {wanted} ready"
+
+
+def pool_line(view: dict[str, Any]) -> str:
+    """The line below the table of roles."""
+    shown = Console(file=io.StringIO(), width=200, record=True)
+    shown.print(table(view))
+    return shown.export_text().splitlines()[-1].rstrip()
+
+
+def test_status_counts_the_replicas_that_are_ready_and_alive(failed_run: RunDir) -> None:
+    view = collect(failed_run)
+    for role in view["roles"]:
+        role.update(state="ready", alive=role["name"] != "decode-1")
+    assert [role["name"] for role in view["roles"] if role["role"] == "decode"] == [
+        "decode-0",
+        "decode-1",
+    ]
+    assert "decode 1 of 2, router 1 of 1 ready" in pool_line(view)
 
 
 def test_a_role_without_redis_is_refused_and_leaves_nothing(root: Path, tmp_path: Path) -> None:
@@ -135,6 +157,27 @@ def server() -> Iterator[tuple[str, list[Any]]]:
         yield f"http://127.0.0.1:{http.server_port}", bodies
         http.shutdown()
         thread.join()
+
+
+def test_chat_attaches_a_picture_to_one_message(
+    server: tuple[str, list[Any]],
+    failed_run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    url, bodies = server
+    failed_run.write_state(state(Phase.READY, url=url))
+    (tmp_path / "[cat].png").write_bytes(b"not looked at here")
+    lines = f"/image {tmp_path}/[cat].png\nlook\nand now\n\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    out = Console(file=io.StringIO(), width=200, record=True)
+    converse(failed_run, out, system="", max_tokens=4)
+    assert "[cat].png goes with the next message" in out.export_text()
+    first, second = (body["messages"] for body in bodies)
+    data = base64.b64encode(b"not looked at here").decode()
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    assert first == [{"role": "user", "content": [image, {"type": "text", "text": "look"}]}]
+    assert second == [{"role": "user", "content": "and now"}]  # the refused turn is forgotten
 
 
 def test_chat_sends_messages_and_no_mistyped_command(

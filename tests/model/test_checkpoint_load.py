@@ -214,8 +214,7 @@ def test_encoder_only_build_writes_the_same_state_from_fewer_bytes(
         assert checkpoint.meter.read_bytes - headers == encoder_bytes
 
 
-# Of the bytes of trunk and drafter in a file of the released formats, with the Engram layers' own and
-# without.
+# Of the bytes of trunk and drafter in a file of the released formats, with and without Engram.
 FILE_SHARES = {"t1": {True: 0.465, False: 0.424}, "flash": {True: 0.692, False: 0.487}}
 
 
