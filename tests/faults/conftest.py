@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +34,7 @@ whole, flow = beside("flow/conftest.py"), beside("flow/roles/conftest.py")
 run_dir, valkey, token, prompt = whole.run_dir, whole.valkey, whole.token, whole.prompt
 yardstick, no_faults, router_end = whole.yardstick, whole.no_faults, whole.router_end
 role_settings, store_settings = flow.role_settings, flow.store_settings
+cluster_with_store_process = flow.cluster_with_store_process
 
 
 @pytest.fixture(scope="session")
@@ -49,9 +50,23 @@ def proxy() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def router_rig() -> ModuleType:
+    """tests/router/conftest.py: a router with scripted replicas."""
+    return beside("router/conftest.py")
+
+
+@pytest.fixture(scope="session")
 def samples() -> ModuleType:
     """The module wire/samples.py: healthy messages and how to spoil them."""
     return beside("faults/wire/samples.py")
+
+
+@pytest.fixture(scope="session")
+def model() -> SimpleNamespace:
+    """`model.world` and `model.steps`: the hand-off as a world of single steps."""
+    return SimpleNamespace(
+        world=beside("faults/model/world.py"), steps=beside("faults/model/steps.py")
+    )
 
 
 @pytest.fixture(scope="module")
