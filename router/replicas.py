@@ -248,7 +248,25 @@ class Replicas:
                 sizes = (self._max_vocabulary, card.vocab_size)
                 log.warning("%s: the tokenizer has %d ids, its model %d", replica.name, *sizes)
             return False
+        self._say_if_other(replica, card)
         return True
+
+    def _say_if_other(self, replica: Replica, card: ModelCard) -> None:
+        """An operator should learn at its start, not from a pool that stays idle, that a replica
+        cannot exchange stored objects with the others."""
+        served = self.card
+        if served is None or card == served or replica.warned:
+            return
+        replica.warned = True
+        for what, theirs, ours in (
+            ("layout id", card.layout_id, served.layout_id),
+            ("namespace", card.namespace().digest(), served.namespace().digest()),
+        ):
+            if theirs != ours:
+                ids = (theirs.hex()[:16], ours.hex()[:16])
+                log.warning("%s gets no work: its %s is %s, served is %s", replica.name, what, *ids)
+                return
+        log.warning("%s gets no work: its model card is not the served one", replica.name)
 
     async def _connect(self, replica: Replica) -> bool:
         try:

@@ -104,7 +104,7 @@ async def test_a_draining_replica_gets_nothing_new_and_finishes_what_it_has(rigs
         assert len(busy.jobs) == 1
 
 
-async def test_a_replica_of_another_model_gets_nothing(rigs: Any) -> None:
+async def test_a_replica_of_another_model_gets_nothing(rigs: Any, caplog: Any) -> None:
     async with rigs() as rig:
         card = rig.decodes[0].card
         for name, other in (
@@ -117,6 +117,10 @@ async def test_a_replica_of_another_model_gets_nothing(rigs: Any) -> None:
         await asyncio.sleep(0.3)
         assert [r.name for r in rig.router.replicas.routable(Role.DECODE)] == ["decode-0"]
         assert rig.router.replicas.card == card
+        said = [r.getMessage() for r in caplog.records if "gets no work" in r.getMessage()]
+        layout = f"a-layout gets no work: its layout id is {'4d' * 8}, served is {'4c' * 8}"
+        assert said.count(layout) == 1 and len(said) == 2
+        assert any(s.startswith("a-numerics gets no work: its namespace is ") for s in said)
         # When the last of the old model is gone, the new one is served.
         await rig.decodes[0].stop()
         await rig.until(lambda: rig.router.replicas.card not in (card, None))
