@@ -58,11 +58,16 @@ class Run:
 
 
 def request(
-    n_tokens: int, keep_tokens: int, pictures: Sequence[int] = (), max_tokens: int = MAX_TOKENS
+    n_tokens: int,
+    keep_tokens: int,
+    pictures: Sequence[int] = (),
+    max_tokens: int = MAX_TOKENS,
+    *,
+    vocab_size: int = 4096,
 ) -> GenRequest:
     """The same text for the same length; `pictures` are where spans begin."""
     draw = random.Random(7)
-    ids = as_token_ids([draw.randrange(16, 3900) for _ in range(n_tokens)])
+    ids = as_token_ids([draw.randrange(16, min(3900, vocab_size)) for _ in range(n_tokens)])
     spans = tuple(
         ImageSpan(start, PICTURE_ROWS, Digest(bytes([number + 1] * 32)))
         for number, start in enumerate(pictures)
@@ -108,7 +113,9 @@ def make_engine(
     )
     if half is Half.FULL:
         # Shift block and slot numbers, so that no two engines use the same ones.
-        admitted = engine.admit(Job(request(300, 128), as_token_ids([]), 0))
+        admitted = engine.admit(
+            Job(request(300, 128, vocab_size=trunk.config.vocab_size), as_token_ids([]), 0)
+        )
         assert admitted is not None
         engine.release(admitted.key)
     return engine
@@ -195,10 +202,11 @@ def cold_run(
     max_tokens: int = MAX_TOKENS,
 ) -> Run:
     """The `all` engine, with a window record at every grain."""
-    job = request(n_tokens, keep_tokens, pictures, max_tokens)
+    job = request(n_tokens, keep_tokens, pictures, max_tokens, vocab_size=trunk.config.vocab_size)
     engine = make_engine(trunk, Half.FULL, rows=512, backtrack_rows=6, spacing=128)
     plan = plan_decode(n_tokens, 0, keep_tokens, (), engine.geometry)
     run = run_engine(engine, job, 0, plan, {}, None)
-    assert run.first_rows == (n_tokens, min(n_tokens, keep_tokens))
+    decoder_rows = min(n_tokens, keep_tokens) if engine.geometry.has_decoder_half else 0
+    assert run.first_rows == (n_tokens, decoder_rows)
     assert sorted(run.windows) == list(range(128, n_tokens + max_tokens, 128))
     return run
