@@ -92,7 +92,6 @@ async def test_a_resume_is_a_prompt_of_m_tokens(cluster, yardstick, prompt, give
     assert await call.result() == text[given:]
     hit = floor_grain(244 + given)
     assert call.times.hit_tokens == hit
-    windows = (128, 256) if given == 13 else (128,)
     plan = plan_resume(244 + given, hit, 0, (128,), yardstick.geometry)
     assert (call.times.encoder_rows, call.times.decoder_rows) == (plan.encoder_rows, 0)
     await cluster.at_rest()
