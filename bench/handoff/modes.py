@@ -5,14 +5,16 @@
 
 For every mode a one-process cluster is brought up (a home of its own, any free port) with
 `local_prefill_rows: 0`, so that every prompt is handed over. Each prompt is sent cold, then once
-more with 64 tokens behind it; `--repeats` prompts of a length, one after the other. Rows and bytes
-are those of the requests' records, the same for all prompts of a length; times are the client's,
-the median of the repeats.
+more with 64 tokens behind it; `--repeats` prompts of a length. One request is under way at a time,
+and the modes take turns prompt by prompt, so that what else the machine does meets them alike. Rows
+and bytes are those of the requests' records, the same for all prompts of a length; times are the
+client's, the median of the repeats.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -112,26 +114,27 @@ class Cluster:
         raise RuntimeError("the request left no record")
 
 
-def measure(model: str, mode: str, lengths: list[int], repeats: int) -> list[Row]:
-    rows: list[Row] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="hr-modes-") as home,
-        Cluster(Path(home), model, mode) as cluster,
-    ):
-        warm = [random.Random("warm").randrange(300, 3900) for _ in range(300)]
-        cluster.ask(warm)  # threads, links and pages of memory
+def measure(model: str, lengths: list[int], repeats: int) -> list[Row]:
+    found: dict[tuple[int, str, str], list[Row]] = {}
+    with contextlib.ExitStack() as stack:
+        clusters = {}
+        for mode in MODES:
+            home = stack.enter_context(tempfile.TemporaryDirectory(prefix="hr-modes-"))
+            clusters[mode] = stack.enter_context(Cluster(Path(home), model, mode))
+            warm = random.Random("warm")
+            clusters[mode].ask([warm.randrange(300, 3900) for _ in range(300)])  # threads, links
         for n_tokens in lengths:
-            found: dict[str, list[Row]] = {"cold": [], "turn": []}
             for repeat in range(repeats):
                 draw = random.Random(f"modes {n_tokens} {repeat}")
                 ids = [draw.randrange(300, 3900) for _ in range(n_tokens)]
                 more = [draw.randrange(300, 3900) for _ in range(TURN_TOKENS)]
                 for name, prompt in (("cold", ids), ("turn", ids + more)):
-                    record, first_s, _ = cluster.ask(prompt)
-                    time.sleep(0.5)  # write-behind
-                    found[name].append(row_of(mode, name, record, first_s))
-            rows += [middle(of_round) for of_round in found.values()]
-    return rows
+                    for mode, cluster in clusters.items():
+                        record, first_s, _ = cluster.ask(prompt)
+                        time.sleep(0.5)  # write-behind
+                        row = row_of(mode, name, record, first_s)
+                        found.setdefault((n_tokens, name, mode), []).append(row)
+    return [middle(rows) for rows in found.values()]
 
 
 def middle(rows: list[Row]) -> Row:
@@ -165,11 +168,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = [
-        row
-        for mode in MODES
-        for row in measure(options.model, mode, options.lengths, options.repeats)
-    ]
+    rows = measure(options.model, options.lengths, options.repeats)
     rows.sort(key=lambda row: (row.prompt_tokens, MODES.index(row.mode)))
     names = list(asdict(rows[0]))
     print("| " + " | ".join(names) + " |")
