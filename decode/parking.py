@@ -223,7 +223,7 @@ class Line:
         payload = await self._loader.parked(job, parked) if whole and not lost else None
         if payload is not None:
             self._unparks(job)
-            await self._driver.call(self._engine.adopt, job.key, payload)
+            await self._driver.call(self._engine.adopt, job.key, payload, job.ran)
             return
         self._counts.parkings_lost += 1
         plan, window = await self._loader.finish(job)
