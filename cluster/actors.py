@@ -26,7 +26,7 @@ from headrace.core.card import Role
 log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 100 << 20  # near Ray's minimum: nothing of ours is put there
 RESTART_PAUSE_S = 1.0
-START_ATTEMPTS = 3  # on a busy machine Ray misses its own start limit, which has no setting
+START_ATTEMPTS = 6  # on a busy machine Ray misses its own start limit, which has no setting
 
 
 def start_ray(run: RunDir) -> None:

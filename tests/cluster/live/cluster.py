@@ -61,6 +61,7 @@ class Live:
         self.run = RunDir(home, values["cluster"])
         self.n_blocks, self.n_slots = values["engine"]["n_blocks"], values["engine"]["n_slots"]
         self.tenants: list[str] = [entry["tenant"] for entry in values["keys"]]
+        self._fresh = iter(self.tenants[2:])
         self.file = home / f"{values['cluster']}.yaml"
         self.file.write_text(yaml.safe_dump(values))
         self.environment = {**os.environ, "HEADRACE_HOME": str(home), "OMP_NUM_THREADS": "1"}
@@ -113,6 +114,10 @@ class Live:
     def key(self, tenant: str = "") -> str:
         tenant = tenant or self.tenants[0]
         return self.run.api_key(tenant, first=tenant == self.tenants[0])
+
+    def fresh_tenant(self) -> str:
+        """One that nobody asked as before: whatever it asks, nothing is stored for it."""
+        return next(self._fresh)
 
     def members(self) -> list[Process]:
         state = self.state

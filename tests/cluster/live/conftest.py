@@ -59,7 +59,7 @@ def values(cluster: str, **changes: Any) -> dict[str, Any]:
         "engine": {"n_blocks": 160, "n_slots": 8},
         "store": {"arena_bytes": 64 << 20, "ssd_bytes": 128 << 20, "segment_bytes": 8 << 20},
         "router": {"port": free_port(), "resume_wait_s": 180},
-        "keys": [{"tenant": "one"}, {"tenant": "two"}],
+        "keys": [{"tenant": name} for name in ("one", "two", *(f"fresh-{i}" for i in range(100)))],
         "times": {"restart_after_s": 6, "ready_s": 300},
         **changes,
     }
@@ -112,20 +112,36 @@ def seeded() -> Any:
 
 @pytest.fixture(scope="session")
 def crowd() -> Callable[..., Any]:
-    """`with crowd(live, questions, clients=3) as load`."""
+    """`with crowd(live, questions, clients=3) as load`: asked by a tenant of its own."""
 
     def make(live: Any, asked: Any, clients: int = 3) -> Any:
-        return crowds.Crowd(live, asked, clients)
+        return crowds.Crowd(live, asked, clients, live.fresh_tenant())
 
     return make
 
 
 @pytest.fixture(scope="session")
-def ask() -> Callable[..., Any]:
-    """`ask(live, question)`: one answer."""
+def mixed(questions: Any, ids: Callable[[str, int], list[int]]) -> list[Any]:
+    """A load: prompts that are handed over, and among them chats about pictures."""
+    asked: list[Any] = questions.plain([ids(f"mixed {i}", 300) for i in range(8)], 24)
+    for i in range(4):
+        asked.insert(3 * i, questions.shown(i, "word " * 60, 8))
+    return asked
 
-    def once(live: Any, question: Any) -> Any:
-        with live.client() as client:
+
+@pytest.fixture(scope="session")
+def probes(questions: Any, ids: Callable[[str, int], list[int]]) -> tuple[Any, Any]:
+    """Two short questions: one is handed over, one shows a picture."""
+    (plain,) = questions.plain([ids("probe", 300)], 4)
+    return plain, questions.shown(99, "word " * 60, 4)
+
+
+@pytest.fixture(scope="session")
+def ask() -> Callable[..., Any]:
+    """`ask(live, question, tenant="")`: one answer."""
+
+    def once(live: Any, question: Any, tenant: str = "") -> Any:
+        with live.client(tenant) as client:
             return crowds.ask(client, question)
 
     return once

@@ -127,14 +127,16 @@ class Crowd:
     """Clients in threads; each takes the next question of all when it has its answer. A context:
     at its end no new question is asked, and every open one is answered."""
 
-    def __init__(self, live: Any, questions: Sequence[Question], clients: int) -> None:
+    def __init__(
+        self, live: Any, questions: Sequence[Question], clients: int, tenant: str = ""
+    ) -> None:
         self.answers: list[Answer] = []
         self._until = live.until
         self._questions = cycle(questions)
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=self._main, args=(live.client,), daemon=True)
+            threading.Thread(target=self._main, args=(live.client, tenant), daemon=True)
             for _ in range(clients)
         ]
 
@@ -166,8 +168,8 @@ class Crowd:
         assert not wrong, wrong[:3]
         return failed
 
-    def _main(self, make_client: Callable[[], httpx.Client]) -> None:
-        with make_client() as client:
+    def _main(self, make_client: Callable[[str], httpx.Client], tenant: str) -> None:
+        with make_client(tenant) as client:
             while not self._stop.is_set():
                 with self._lock:
                     question = next(self._questions)

@@ -115,36 +115,12 @@ def test_decode_killed_before_its_first_token(
     assert live.role(name)["boot_id"] != before["boot_id"]
 
 
-@pytest.mark.parametrize("name", ["store-0", "router-0"])
-def test_killed_role_comes_back(live: Live, llm: LLM, ids: Ids, name: str, until: Until) -> None:
-    before = live.role(name)
-    live.kill(before["pid"])
-    until(lambda: live.role(name)["boot_id"] not in ("", before["boot_id"]), 60.0, "not back")
-    live.settled()
-    prompt = ids(f"after {name}", 500)
-    assert live.complete(prompt, 4).text == llm.generate([prompt], max_tokens=4)[0].text
-
-
 def test_killed_supervisor_comes_back(live: Live, until: Until) -> None:
     before = live.view()["supervisor"]["pid"]
     live.kill(before)
     until(lambda: live.view()["supervisor"]["pid"] != before, 45.0, "no new report")
     assert live.exists({"pid": live.view()["supervisor"]["pid"]})
     live.settled()
-
-
-def test_killed_valkey_comes_back(live: Live, llm: LLM, ids: Ids, until: Until) -> None:
-    before = live.process("valkey-server")
-    live.kill(before.pid)
-    until(
-        lambda: [p.name for p in live.members()].count("valkey-server") == 1, 10.0, "no new server"
-    )
-    assert live.process("valkey-server").pid != before.pid
-    live.settled()  # every role announced itself to the empty server
-    # and the index is filled again: a prompt of before is found
-    prompt = ids("frozen", LONG)
-    until(lambda: live.stat().index == "ok" and not live.stat().index_unlisted, 20.0, "not listed")
-    assert live.complete(prompt, 4).record["prefill_rows"] == 0
 
 
 def test_a_frozen_replica_is_replaced_by_the_supervisor(

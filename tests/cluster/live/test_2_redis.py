@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import redis
 
-from headrace.core.rows import floor_grain
-
 pytestmark = [pytest.mark.ray, pytest.mark.fault]
 Live = Any  # the cluster of conftest.py
-Questions = Any  # of crowd.py
-Ids = Callable[[str, int], list[int]]
+Question = Any  # of crowd.py
 Until = Callable[..., None]
 
 FREEZE_S = 5.0  # longer than the lease of a membership record
@@ -30,16 +27,20 @@ def run_id(live: Live) -> str:
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_redis_under_load(
-    live: Live, questions: Questions, crowd: Any, ask: Any, ids: Ids, until: Until, how: str
+    live: Live,
+    mixed: list[Question],
+    probes: tuple[Question, Question],
+    crowd: Any,
+    ask: Any,
+    until: Until,
+    how: str,
 ) -> None:
     live.settled()
-    prompts = [ids(f"redis {how} {i}", 300) for i in range(9)]
-    before, *asked = questions.plain(prompts, 24)
-    asked += [questions.shown(7000 + 10 * len(how) + i, "word " * 60, 8) for i in range(2)]
-    assert ask(live, before).right
+    (probe, _), tenant = probes, live.fresh_tenant()
+    assert ask(live, probe, tenant).right
     until(lambda: not live.stat().index_unlisted, 20.0, "not listed")
     server, life = live.process("valkey-server"), run_id(live)
-    with crowd(live, asked) as load:
+    with crowd(live, mixed) as load:
         load.more(2)
         if how == "killed":
             live.kill(server.pid)
@@ -49,13 +50,13 @@ def test_redis_under_load(
                 load.more(1)
                 assert live.process_state(server.pid) == "T"
                 assert live.ready()
-        load.more(4)
+        load.more(3)
     load.check()
     live.settled()
     assert (run_id(live) != life) == (how == "killed")
     until(lambda: live.stat().index == "ok" and not live.stat().index_unlisted, 30.0, "not listed")
     known = len(live.records())
-    assert ask(live, before).right
+    assert ask(live, probe, tenant).right
     record = live.next_record(known)
-    assert (record["prefill_rows"], record["cached_tokens"]) == (0, floor_grain(300))
+    assert (record["prefill_rows"], record["cached_tokens"]) == (0, 256)
     live.settled()
