@@ -245,11 +245,12 @@ def plan_adopted(n_tokens: int, keep_tokens: int, geometry: Geometry) -> RowPlan
     return RowPlan(n_tokens, n_tokens, n_tokens, hit, 0, first, StartKind.STATE, 0)
 
 
-def plan_parked(length_tokens: int, first_decoder_row: int) -> RowPlan:
-    """No row: a sequence goes on where it was parked, after `length_tokens` rows. Every window of
-    it lies above its floors by then: a run keeps at least W rows before the first token."""
+def plan_parked(length_tokens: int, ran: RowPlan) -> RowPlan:
+    """No row: a sequence goes on where it was parked, after `length_tokens` rows, with the window
+    rows that its run `ran` made and none below their floors."""
     hit, end = floor_grain(length_tokens), length_tokens
-    return RowPlan(end, end, end, hit, 0, first_decoder_row, StartKind.STATE, 0)
+    floors = ran.encoder_floor, ran.decoder_floor
+    return RowPlan(end, end, end, hit, *floors, StartKind.STATE, 0)
 
 
 def wants_prefill(plan: RowPlan, n_tokens: int, keep_tokens: int, local_prefill_rows: int) -> bool:

@@ -5,6 +5,7 @@ A `DecodeJob` reserves all blocks and a slot, then waits for a hand-off (`Blocks
 same objects. What verifies shortens the rows to run; what is missing or damaged is computed, and
 the text is the same. Tokens of one step leave in one `TokenBatch` a router. Completed blocks, and
 the window records that a next turn starts from, go to the store behind the request's back.
+Where slots or blocks lack, streams take turns (`parking.py`): one is parked in the arena.
 Begin at `role.py`; a job's states and the book of what came are in `handoff.py`.
 """
 

@@ -90,6 +90,7 @@ class Job:
     since_tokens: int = 0  # tokens since it has its slot
     leaving: asyncio.Task[None] | None = None  # while it gives way
     parked: Parked | None = None
+    ran: RowPlan | None = None  # the latest plan of this job
     replayed: bool = False  # something under its text is not exact
 
     def __post_init__(self) -> None:
@@ -156,7 +157,7 @@ class Job:
 
     def planned(self, plan: RowPlan) -> None:
         """These rows are going to run; the first plan is the one that is told."""
-        self.plan = self.plan or plan
+        self.plan, self.ran = self.plan or plan, plan
         hit = range(plan.write_floor // GRAIN)
         exact = plan.kind is not StartKind.BOUNDED and self.handoff.exact.issuperset(hit)
         self.replayed |= self.request.mode is HandoffMode.REPLAY and not exact

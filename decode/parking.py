@@ -11,12 +11,14 @@ row again; where they are gone or damaged it runs the rows of "resume at M": the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 from headrace.core.chain import parked_digest
-from headrace.core.ids import JobKey
+from headrace.core.ids import Digest, JobKey
+from headrace.core.messages import Place
 from headrace.core.rows import GRAIN
 from headrace.decode.handoff import Counts, DecodeEvent
 from headrace.decode.jobs import Job, Parked
@@ -24,6 +26,8 @@ from headrace.decode.load import Loader
 from headrace.engine import Admission, Engine, EngineDamaged, EngineDriver, Room, give_way
 from headrace.engine import Job as EngineJob
 from headrace.kvstore import ClassStores, Kind
+
+KEEP_S = 2.0  # a stream that is asked to give way stands still for so long at most
 
 JobWork: TypeAlias = Callable[[Job], Coroutine[Any, Any, None]]
 # Runs work of a job as a task; whatever it raises ends the job.
@@ -104,6 +108,8 @@ class Line:
             if job is not None and job is not first and job.may_give_way:
                 leave = self._leave if way.gives_blocks else self._leave_slot
                 job.leaving = self._spawn(job, leave)
+                # For whoever is the first by then: this one may be cancelled while it waits.
+                job.leaving.add_done_callback(lambda _: self._news.set())
                 leaving.append(job.leaving)
         if leaving:
             await asyncio.wait(leaving)
@@ -124,6 +130,7 @@ class Line:
             if blocks is None:
                 self._counts.parkings_refused += 1
                 job.parked = replace(job.parked, clings=True)
+                await self._stores.own.release(job.key, Kind.KV)
             else:
                 await self._driver.call(self._engine.release, job.key)
                 job.parked = replace(job.parked, blocks=blocks)
@@ -136,14 +143,17 @@ class Line:
             return  # it ended meanwhile
         length_tokens = job.length_tokens - 1  # the newest token has no row
         digest = parked_digest(job.key, length_tokens)
-        store, domain = self._stores.own, job.request.domain
-        (place,) = await store.put(Kind.STATE, [(digest, payload)], lease=job.key, domain=domain)
-        blocks = await self._seal_blocks(job) if place is not None and gives_blocks else None
+        place = blocks = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KEEP_S):
+                place = await self._put_state(job, digest, payload)
+                blocks = await self._seal_blocks(job) if place and gives_blocks else None
         if place is None or (gives_blocks and blocks is None):
             self._counts.parkings_refused += 1
             job.since_tokens = 0  # it is asked again after as many tokens
             await self._driver.call(self._engine.parking.unhold, job.key)
-            await store.release(job.key, Kind.STATE)
+            for kind in (Kind.STATE, Kind.KV):
+                await self._stores.own.release(job.key, kind)
             return
         job.advance(DecodeEvent.PARK)
         job.parked = Parked(digest, place, length_tokens, blocks)
@@ -154,17 +164,20 @@ class Line:
         self._counts.parkings += 1
         job.task = self._spawn(job, self._go_on)
 
-    async def _seal_blocks(self, job: Job) -> tuple[Any, ...] | None:
+    async def _put_state(self, job: Job, digest: Digest, payload: bytes) -> Place | None:
+        store, domain = self._stores.own, job.request.domain
+        (place,) = await store.put(Kind.STATE, [(digest, payload)], lease=job.key, domain=domain)
+        return place
+
+    async def _seal_blocks(self, job: Job) -> tuple[Place, ...] | None:
         """Put all complete blocks under the job's lease; most are there already. None: no room."""
         blocks = await self._driver.call(self._engine.parking.complete_blocks, job.key)
         root, domain = job.request.chain_root, job.request.domain
         places = await self._stores.own.put(
             Kind.KV, blocks, lease=job.key, parent=root, domain=domain
         )
-        if None in places:
-            await self._stores.own.release(job.key, Kind.KV)
-            return None
-        return places
+        sealed = tuple(place for place in places if place is not None)
+        return sealed if len(sealed) == len(places) else None
 
     # ---- going on ------------------------------------------------------------------------------
 
@@ -210,7 +223,7 @@ class Line:
         payload = await self._loader.parked(job, parked) if whole and not lost else None
         if payload is not None:
             self._unparks(job)
-            await self._driver.call(self._engine.adopt, job.key, payload)
+            await self._driver.call(self._engine.adopt, job.key, payload, job.ran)
             return
         self._counts.parkings_lost += 1
         plan, window = await self._loader.finish(job)

@@ -192,11 +192,11 @@ class Engine:
         its span."""
         return unpack_pictures(self.model, spans, payloads)
 
-    def adopt(self, key: JobKey, payload: Buffer) -> bool:
+    def adopt(self, key: JobKey, payload: Buffer, ran: RowPlan | None = None) -> bool:
         """Instead of `start`: take over a state, with all complete blocks below it filled. One
         that `export_state` of another engine made at N brings its first token, which comes as an
         ordinary event; of a sequence with generated tokens it is what `parking.hold` gave after as
-        many.
+        many, in a run by the plan `ran`.
 
         False: the sequence is gone. Raises `ValueError` for a state of another moment, `StateError`
         for one of another layout or numerics, `ValueError` when a block is not filled; the
@@ -211,7 +211,7 @@ class Engine:
             raise ValueError(f"{key}: a state at {found.slot.length} tokens")
         slot, block = sequence.lease.slot, open_block(sequence, found.slot.length)
         restore_state(self.state, slot, found, block)
-        if self.scheduler.adopt(key, found.anchor) is None:
+        if self.scheduler.adopt(key, found.anchor, ran) is None:
             return False
         self.runner.open(slot, sequence.ids, sequence.lease.blocks, sequence.request.images, {})
         return True

@@ -129,10 +129,11 @@ class Scheduler:
             self._order[key] = None
         return sequence
 
-    def adopt(self, key: JobKey, token_id: int) -> Sequence | None:
+    def adopt(self, key: JobKey, token_id: int, ran: RowPlan | None = None) -> Sequence | None:
         """Go on without rows, since another engine ran them or this one did before: at N with the
         first token given, or where tokens were generated at the newest of them, which is
-        `token_id`. All complete blocks below that are filled. None when the sequence is gone.
+        `token_id`; `ran` is the plan of the run that was parked then. All complete blocks below
+        that are filled. None when the sequence is gone.
 
         Raises `ValueError` as `start` does."""
         sequence = self._sequences.get(key)
@@ -141,7 +142,9 @@ class Scheduler:
             return None
         request = sequence.request
         if sequence.generated:
-            plan = plan_parked(len(sequence.ids) - 1, request.first_decoder_row)
+            if ran is None:
+                raise ValueError(f"{key}: which rows made the state is not told")
+            plan = plan_parked(len(sequence.ids) - 1, ran)
         else:
             plan = plan_adopted(request.n_tokens, request.keep_tokens, self.geometry)
         started = self.start(key, plan)

@@ -319,8 +319,14 @@ class Desk:
     def on_tokens(self, replica: Replica, batch: TokenBatch) -> None:
         for item in batch.items:
             ticket = self._ticket(item.key)
-            if ticket is None or ticket.decode is not replica or not ticket.take(item):
+            if ticket is None or ticket.decode is not replica:
                 self.late["tokens"] += 1
+                continue
+            try:
+                self.late["tokens"] += not ticket.take(item)
+            except Exception:  # the other sequences of the step have their tokens in here too
+                log.exception("tokens of %s failed", item.key)
+                ticket.give_up(HeadraceError("internal error"))
 
     def on_prefill_done(self, replica: Replica, message: PrefillDone) -> None:
         ticket = self._ticket(message.key)

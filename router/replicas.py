@@ -290,7 +290,12 @@ class Replicas:
             with contextlib.suppress(WireError):  # the link is closed then, and the cause logged
                 async for message in replica.peer.link:
                     replica.heard_at_s = self._clock.now_s()
-                    self._hear(replica, message)
+                    try:
+                        self._hear(replica, message)
+                    except WireError:
+                        raise
+                    except Exception:  # a bug here must end neither the follower nor other requests
+                        log.exception("%s: %s failed", replica.name, type(message).__name__)
         finally:
             self._cut(replica)
 

@@ -13,6 +13,7 @@ from headrace.core.rows import (
     floor_grain,
     plan_adopted,
     plan_decode,
+    plan_parked,
     plan_prefill,
     plan_resume,
     record_position,
@@ -185,6 +186,14 @@ def test_a_bounded_prefill_makes_no_record_and_runs_nothing_for_one() -> None:
     plan = plan_prefill(1000, 512, 44, (512,), t1, depth_tokens=32)
     assert (plan.start, plan.end, plan.write_floor) == (480, 896, 512)
     assert plan_prefill(1000, 0, 44, (), t1, depth_tokens=32).kind is StartKind.COLD
+
+
+def test_a_parked_state_runs_no_row_and_keeps_the_floors_of_its_run() -> None:
+    ran = plan_decode(500, 384, 44, (), Geometry(32, 6, 6), depth_tokens=32)
+    assert (ran.encoder_floor, ran.decoder_floor) == (352, 456)
+    plan = plan_parked(515, ran)
+    assert (plan.encoder_rows, plan.decoder_rows, plan.start) == (0, 0, 515)
+    assert (plan.write_floor, plan.decoder_floor, plan.encoder_floor) == (512, 456, 352)
 
 
 def test_an_adopted_state_runs_no_row() -> None:

@@ -158,11 +158,11 @@ class Replica:
             for fill in admission.fills:
                 assert scheduler.resources.guard.enter(fill.ticket, fill.block)
                 scheduler.resources.guard.leave(fill.ticket, fill.block, complete=True)
+            cold = plan_decode(request.n_tokens, 0, request.keep_tokens, (), T1)
             if life.tokens:
-                assert scheduler.adopt(request.key, life.tokens[-1])
+                assert scheduler.adopt(request.key, life.tokens[-1], cold)
             else:
-                plan = plan_decode(request.n_tokens, 0, request.keep_tokens, (), T1)
-                assert scheduler.start(request.key, plan)
+                assert scheduler.start(request.key, cold)
         life.since_tokens, life.blocks_kept, life.in_engine = 0, False, True
         return True
 

@@ -8,8 +8,8 @@ import pytest
 from headrace.core.chain import as_token_ids
 from headrace.core.request import Sampling
 from headrace.core.rows import plan_decode
-from headrace.engine import Job, TokenSampled
-from headrace.model import StateError
+from headrace.engine import Engine, EngineSettings, Half, Job, TokenSampled
+from headrace.model import Numerics, StateError, load_named
 
 N, MAX_TOKENS = 122, 9  # position 128 lies among the answer's
 SEEDED = Sampling(temperature=0.8, seed=3)
@@ -160,12 +160,15 @@ def give_all_back_after(given: int, engine, first, second, alone) -> None:
         assert len(tokens["first"]) == given
     admission = engine.admit(Job(first, as_token_ids(tokens["first"]), rows // 128))
     assert [fill.digest for fill in admission.fills] == [digest for digest, _ in kept]
+    cold = plan_decode(N, 0, first.keep_tokens, (), engine.geometry)
     if admission.fills:
         with pytest.raises(ValueError, match="was not filled"):
-            engine.adopt(first.key, payload)
+            engine.adopt(first.key, payload, cold)
+    with pytest.raises(ValueError, match="which rows made the state is not told"):
+        engine.adopt(first.key, payload)
     for fill, (_, payload_of) in zip(admission.fills, kept, strict=True):
         assert engine.write_fill(fill, payload_of)
-    assert engine.adopt(first.key, payload)
+    assert engine.adopt(first.key, payload, cold)
     engine.check_integrity()
     while not step(engine, tokens):
         pass
@@ -190,10 +193,11 @@ def test_only_the_state_of_the_newest_token_is_adopted(new_engine, new_request) 
     engine.release(request.key)
     given = tokens["r"][:3]
     assert engine.admit(Job(request, as_token_ids(given), 0))
+    cold = plan_decode(50, 0, request.keep_tokens, (), engine.geometry)
     for old in payloads[:2]:
         with pytest.raises(ValueError, match="not the state that was parked"):
-            engine.adopt(request.key, old)
-    assert engine.adopt(request.key, payloads[2])
+            engine.adopt(request.key, old, cold)
+    assert engine.adopt(request.key, payloads[2], cold)
     assert [event.index for event in engine.step()] == [3]
 
 
@@ -207,3 +211,34 @@ def test_one_that_ended_meanwhile_is_not_held(new_engine, new_request) -> None:
     assert engine.stats().late_events == 1
     engine.release(request.key)
     engine.check_integrity()
+
+
+def test_a_model_without_a_decoder_half_is_parked_too(new_request) -> None:
+    """V4 has nothing to keep; 140 + 5 rows: a block, and one that is begun."""
+    trunk = load_named("v4-toy", 0, Numerics.INVARIANT)
+    request = new_request(
+        [17 + i * 7 % 600 for i in range(140)], keep_tokens=1, max_tokens=12, sampling=SEEDED
+    )
+    sizes = EngineSettings(n_blocks=4, n_slots=1)
+    engine = Engine(trunk, sizes, Half.FULL, record_spacing_tokens=8192, poison=True)
+    cold = plan_decode(140, 0, 1, (), engine.geometry)
+    alone: dict[str, list[int]] = {}
+    tokens: dict[str, list[int]] = {}
+    assert begin(engine, request)
+    while not step(engine, alone):
+        pass
+    rows = engine.stats().encoder_rows_total
+    assert begin(engine, request)
+    while not step(engine, tokens):
+        if len(tokens.get("r", ())) == 3:
+            payload = engine.parking.hold(request.key)
+            assert engine.parking.park(request.key)
+            assert engine.parking.unpark(request.key, payload)
+        elif len(tokens.get("r", ())) == 6:
+            payload = engine.parking.hold(request.key)
+            engine.release(request.key)
+            assert engine.admit(Job(request, as_token_ids(tokens["r"]), 1)).fills == ()
+            assert engine.adopt(request.key, payload, cold)
+            engine.check_integrity()
+    assert tokens == alone
+    assert engine.stats().encoder_rows_total == 2 * rows

@@ -158,6 +158,17 @@ def at_point(spec: str, when: Condition = at_once, times: int = 1) -> Fault:
     return Fault(spec, lambda: points.arm(spec), lambda: points.fired(name) >= times, when)
 
 
+def by_rule(name: str, verify: Condition) -> Fault:
+    """What a rule for frames brings about (wire/proxy.py), in force before the load begins; seen by
+    the frames that met it."""
+    return Fault(name, lambda: None, verify)
+
+
+def go_on(release: asyncio.Event) -> Fault:
+    """Frames that stood still go on."""
+    return Fault("frames go on", release.set, release.is_set)
+
+
 def aimed_elsewhere(fault: Fault, at: Fault) -> Fault:
     """A control: `fault` as it is verified, with the action of the same kind on another target.
     To happen it must raise `FaultMissed`, or its verify looks at nothing."""

@@ -1,4 +1,5 @@
-"""A request under which replicas die is given up after two, before its first token or later."""
+"""One bad request harms one request: replicas that die under it are two at most, and what fails in
+the router for it fails for nobody else."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import asyncio
 from typing import Any
 
 import pytest
+
+from headrace.router.requests import Ticket
 
 REFERENCE = "The river runs to the mill, and the mill grinds.\n"
 BODY = {"model": "scripted", "prompt": "x", "max_tokens": 64, "stream": True}
@@ -87,4 +90,40 @@ async def test_a_dying_prefill_counts_whoever_tells_it_first(rigs: Any) -> None:
         assert answer.status_code == 502
         assert answer.json()["error"]["code"] == "request_quarantined"
         assert not alive[0].jobs
+        await rig.pulse()
+
+
+async def test_tokens_that_fail_in_the_router_fail_one_request(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The messages of a replica come over one link, read by one task for all its requests."""
+    async with rigs() as rig:
+        (decode,) = rig.decodes
+        event = asyncio.Event()
+        decode.script.gate = one_token_each(event)
+        good = asyncio.create_task(rig.read_stream(BODY))
+        await rig.until(lambda: len(decode.running) == 1)
+        decode.script.gate = lambda index: None
+        take = Ticket.take
+
+        def failing(ticket: Ticket, item: Any) -> bool:
+            if len(ticket._base.token_ids) > 50:
+                raise RuntimeError("a bug")
+            return take(ticket, item)
+
+        monkeypatch.setattr(Ticket, "take", failing)
+        bad = await rig.client.post("/v1/completions", json=BODY | {"prompt": "bad " * 100})
+        assert bad.status_code == 500
+        assert bad.json()["error"]["message"] == "internal error"
+        event.set()
+        assert await good == (REFERENCE, ["stop", "[DONE]"])
+
+        def deaf(self: Any, replica: Any, message: Any) -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(type(rig.router.replicas), "_hear", deaf)
+        decode.report()
+        await asyncio.sleep(0.1)
+        monkeypatch.undo()
+        assert len(decode.server.peers) == 1  # the link and its reader are the same
         await rig.pulse()

@@ -49,7 +49,7 @@ async def test_the_time_runs_out_in_every_stage(
         return proxy.PASS
 
     service.traffic.reset(rule)
-    reached = kinds.Fault("all stages", lambda: None, lambda: stuck == set(labels))
+    reached = kinds.by_rule("all stages", lambda: stuck == set(labels))
 
     async def load() -> list[Any]:
         # The last one first, so that its tokens share no frame with those that stand still.
@@ -88,7 +88,7 @@ async def test_the_time_runs_out_in_line(service: Any, proxy: Any, prompt: Any, 
     )
     desk = service.router.desk
     prompts = [prompt(20 + i, f"line {i}") for i in range(10)]
-    in_line = kinds.Fault("in line", lambda: None, lambda: desk.waiting_requests == 2)
+    in_line = kinds.by_rule("in line", lambda: desk.waiting_requests == 2)
 
     async def load() -> list[Any]:
         return list(await asyncio.gather(*(service.ask(ids) for ids in prompts)))

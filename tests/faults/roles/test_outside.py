@@ -62,7 +62,7 @@ async def test_redis_killed_in_a_handoff_and_back_empty(
     await service.expected(during)
     moment, release = stands_still(proxy, service, "PrefillDone", "decode")
     killed = kinds.kill(redis[-1].process.pid, moment)
-    go_on = kinds.Fault("the frame goes on", release.set, lambda: True)
+    go_on = kinds.go_on(release)
     load = lambda: service.check(during, tenant=1)  # noqa: E731
     await kinds.Scenario(load, [killed, go_on], []).run()
     await service.check(prompt(310, "without"), tenant=1)
@@ -91,7 +91,7 @@ async def test_redis_frozen_in_a_handoff(
         await service.expected(ids)
     moment, release = stands_still(proxy, service, "BlocksReady", "decode")
     frozen = kinds.stop(redis[-1].process.pid, moment)
-    go_on = kinds.Fault("the frame goes on", release.set, lambda: True)
+    go_on = kinds.go_on(release)
 
     async def load() -> None:
         await service.check(prompts[0])

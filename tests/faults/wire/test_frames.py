@@ -43,7 +43,7 @@ async def test_doubled_and_overtaken_frames_change_nothing(
 ) -> None:
     deeds = [lambda draw: proxy.TWICE, lambda draw: proxy.later(draw.uniform(0.0, 0.08))]
     service.traffic.reset(proxy.seeded(seed, 0.5, deeds))
-    effect = kinds.Fault("frames", lambda: None, lambda: service.traffic.count("twice") >= 3)
+    effect = kinds.by_rule("frames", lambda: service.traffic.count("twice") >= 3)
     load = lambda: ask_all(service, prompt, exactly=True)  # noqa: E731  # one line, used once
     answers = await kinds.Scenario(load, [effect], [service.pulse]).run()
     assert [answer.error for answer in answers] == [None] * 4
@@ -54,7 +54,7 @@ async def test_lost_frames_cost_an_attempt_or_one_explicit_error(
     service: Any, proxy: Any, prompt: Any, kinds: Any, seed: int
 ) -> None:
     service.traffic.reset(proxy.seeded(seed, 0.06, [lambda draw: proxy.DROP]))
-    effect = kinds.Fault("frames", lambda: None, lambda: service.traffic.count("drop") >= 1)
+    effect = kinds.by_rule("frames", lambda: service.traffic.count("drop") >= 1)
     load = lambda: ask_all(service, prompt, exactly=False)  # noqa: E731
     answers = await kinds.Scenario(load, [effect], [service.pulse]).run()
     assert sum(answer.error is None for answer in answers) >= 2, answers
@@ -92,7 +92,7 @@ async def each_meets(
         return list(await asyncio.gather(*(service.check(ids) for ids in prompts)))
 
     service.traffic.reset(rule)
-    effect = kinds.Fault("frames", lambda: None, lambda: len(met) == len(cases))
+    effect = kinds.by_rule("frames", lambda: len(met) == len(cases))
     return await kinds.Scenario(load, [effect], [service.pulse]).run()
 
 
@@ -120,3 +120,21 @@ async def test_every_kind_of_frame_lost_once(
     cases = one_of_each(mode)
     prompts = [prompt(310 + 20 * i, f"lost {i}") for i in range(len(cases))]
     await each_meets(service, proxy, kinds, prompts, cases, proxy.DROP)
+
+
+async def test_a_rule_that_meets_no_frame_is_a_fault_that_missed(
+    service: Any, proxy: Any, prompt: Any, kinds: Any, mode: str
+) -> None:
+    """The control: aimed at a frame that this mode does not have, the load is well and the scenario
+    is not."""
+    kind = "WindowReady" if mode == "state" else "StateReady"
+    service.traffic.reset(lambda seen: proxy.DROP if seen.kind == kind else proxy.PASS)
+    effect = kinds.by_rule(kind, lambda: service.traffic.count("drop") >= 1)
+    answers: list[Any] = []
+
+    async def load() -> None:
+        answers.append(await service.check(prompt(300, "control")))
+
+    with pytest.raises(kinds.FaultMissed, match=f"{kind}: it took no effect"):
+        await kinds.Scenario(load, [effect], [], within_s=4.0).run()
+    await service.pulse()

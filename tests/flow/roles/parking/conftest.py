@@ -51,11 +51,13 @@ class Streams:
     def counted(self, name: str) -> int:
         return getattr(self.work.counts, name) - getattr(self.before, name)
 
-    async def begin(self, prompt: Any, seed: str, streams: Any = STREAMS) -> None:
+    async def begin(
+        self, prompt: Any, seed: str, streams: Any = STREAMS, *, local: bool = False
+    ) -> None:
         for i, (n_tokens, max_tokens) in enumerate(streams):
             ids, sampling = prompt(n_tokens, f"{seed} {i}"), SEEDED if i % 2 else Sampling()
             request = self.cluster.request(ids, max_tokens, sampling=sampling)
-            send = self.cluster.handoff if i % 3 else self.cluster.local
+            send = self.cluster.handoff if i % 3 and not local else self.cluster.local
             self.calls.append((await send(request, self.number), ids, max_tokens, sampling))
 
     async def texts_are_those_of_streams_alone(self) -> None:

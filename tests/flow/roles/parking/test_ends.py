@@ -48,6 +48,17 @@ async def test_an_end_while_parked_gives_all_back(
     await cluster.at_rest(within_s=5)
 
 
+async def test_a_drain_lets_the_parked_finish(cluster, prompt, streams, join, wait_until) -> None:
+    six = streams(cluster, await join(ENGINE))
+    await six.begin(prompt, "drains", [(n_tokens, 12) for n_tokens, _ in STREAMS])
+    await wait_until(lambda: len(six.parked) >= 1)
+    six.work.draining = True
+    refused = await cluster.local(cluster.request(prompt(20, "late")), six.number)
+    assert (await refused.failure()).retryable
+    await six.texts_are_those_of_streams_alone()
+    await cluster.at_rest()
+
+
 async def test_a_replica_that_stops_fails_the_parked_too(
     cluster, prompt, streams, join, wait_until
 ) -> None:

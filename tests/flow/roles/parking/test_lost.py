@@ -89,3 +89,27 @@ async def test_without_a_store_nobody_is_parked(
     await store.start()
     await wait_until(lambda: all(r.store.connected for r in (cluster.prefill, *cluster.decodes)))
     await cluster.at_rest()
+
+
+@pytest.mark.fault
+async def test_a_store_that_stands_still_holds_no_stream_up_for_long(
+    cluster_with_store_process, prompt, streams, wait_until
+) -> None:
+    """Who is asked to give way goes on when the store does not answer; who waited waits on."""
+    cluster, store = cluster_with_store_process
+    three = streams(cluster)
+    await three.begin(prompt, "store stands", ((40, 120), (100, 120)), local=True)
+    jobs = three.work.jobs
+    await wait_until(lambda: len(jobs) == 2)
+    await wait_until(lambda: all(job.length_tokens and job.task.done() for job in jobs.values()))
+    os.kill(store.pid, signal.SIGSTOP)
+    try:
+        stat = Path(f"/proc/{store.pid}/stat")
+        await wait_until(lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "T")
+        await three.begin(prompt, "and one that waits", ((60, 6),), local=True)
+        await three.texts_are_those_of_streams_alone()
+        assert three.counted("parkings") == 0 < three.counted("parkings_refused")
+    finally:
+        os.kill(store.pid, signal.SIGCONT)
+    await wait_until(lambda: all(r.store.connected for r in (cluster.prefill, *cluster.decodes)))
+    await cluster.at_rest(within_s=25)
