@@ -54,7 +54,8 @@ def expert_sum(
 ) -> torch.Tensor:
     """sum_e w2_e(a_e * weight_e) of rows x [n, D]: [n, D] in the weights' (accumulate) dtype.
 
-    w13 is [E, D, 2 I], w2 [E, I, D]; activations are cast to x's dtype before w2.
+    w13 is [E, D, 2 I], w2 [E, I, D], or sequences that give a matrix by expert; activations are
+    cast to x's dtype before w2.
     """
     n, k = experts.shape
     wide = weights.dtype
@@ -63,7 +64,7 @@ def expert_sum(
     out = torch.zeros((n, x.shape[1]), dtype=wide, device=x.device)
     flat = experts.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=w13.shape[0]).tolist()
+    counts = torch.bincount(flat, minlength=len(w13)).tolist()
     rows_of = order // k
     weight_of = weights.reshape(-1)[order]
     start = 0

@@ -12,6 +12,7 @@ Random weights depend on (config, seed) alone and are the same on every machine.
 from headrace.model.card import model_card
 from headrace.model.config import LayerKind, LayerSpec, ModelConfig, RopeScaling, VisionConfig
 from headrace.model.dspark import DraftBatch, DraftBlock
+from headrace.model.engram_store import Placement
 from headrace.model.errors import BatchError, ConfigError, StateError
 from headrace.model.layout import BLOCK_TOKENS, CacheLayout, SourceLayout
 from headrace.model.named import (
@@ -21,6 +22,7 @@ from headrace.model.named import (
     reserved_token_ids,
 )
 from headrace.model.numerics import Numerics, resolve_numerics
+from headrace.model.packed import Weights
 from headrace.model.rows import RowBatch, RowResult
 from headrace.model.slot_bytes import SequenceBytes, pack_state, restore_state, unpack_state
 from headrace.model.state import KvState, SlotState
@@ -39,6 +41,7 @@ __all__ = [
     "LayerSpec",
     "ModelConfig",
     "Numerics",
+    "Placement",
     "RopeScaling",
     "RowBatch",
     "RowResult",
@@ -49,6 +52,7 @@ __all__ = [
     "TokenMap",
     "Trunk",
     "VisionConfig",
+    "Weights",
     "build_token_map",
     "load_named",
     "load_named_vision",

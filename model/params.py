@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 
 from headrace.model.config import LayerKind, LayerSpec, ModelConfig
+from headrace.model.engram_store import EngramTable, HeldTable
 from headrace.model.errors import ConfigError
 from headrace.model.numerics import Precision
+from headrace.model.packed import OnUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +55,10 @@ class IndexParams:
 
 @dataclass(frozen=True, slots=True)
 class EngramParams:
-    """`table` keeps its stored dtype; its gathered rows are cast."""
+    """`table` is where the rows lie; `wkv` and `qk_weight` are on the model's device."""
 
     number: int  # position among the Engram layers
-    table: torch.Tensor
+    table: EngramTable
     wkv: torch.Tensor
     qk_weight: torch.Tensor
 
@@ -85,8 +88,8 @@ class LayerParams:
     gate: torch.Tensor  # [D, E]
     gate_bias: torch.Tensor  # empty in a hash-routed layer
     gate_bias_image: torch.Tensor
-    w13: torch.Tensor  # [E, D, 2 I]
-    w2: torch.Tensor  # [E, I, D]
+    w13: torch.Tensor | OnUse[torch.Tensor]  # [E, D, 2 I]
+    w2: torch.Tensor | OnUse[torch.Tensor]  # [E, I, D]
     shared_w13: torch.Tensor
     shared_w2: torch.Tensor
 
@@ -97,7 +100,7 @@ class DrafterParams:
 
     main_proj: torch.Tensor  # [taps * D, D]
     main_norm: torch.Tensor
-    stages: tuple[LayerParams, ...]
+    stages: Sequence[LayerParams]
     norm: torch.Tensor
     markov_embed: torch.Tensor  # [vocab, rank]
     markov_head: torch.Tensor  # [rank, vocab], accumulate dtype
@@ -109,7 +112,7 @@ class TrunkParams:
     embed: torch.Tensor  # [vocab, D]
     head: torch.Tensor  # [D, vocab], accumulate dtype
     norm: torch.Tensor
-    layers: tuple[LayerParams, ...]
+    layers: Sequence[LayerParams]
     head_mix: MixParams | None = None  # V4: fn [hc D, hc], base [hc], scale [1]
     drafter: DrafterParams | None = None
 
@@ -123,9 +126,16 @@ class ParamBuilder:
         tensors: Mapping[str, torch.Tensor],
         precision: Precision,
         device: torch.device,
+        engram_tables: Mapping[int, EngramTable] | None = None,
+        *,
+        on_use: bool = False,
     ) -> None:
+        """The tables of layers in `engram_tables` are not looked up. `on_use`: layers, and experts
+        of a layer, are built each time that they are asked for; `tensors` must stay."""
         self.config = config
         self.tensors = tensors
+        self.engram_tables = dict(engram_tables or {})
+        self.on_use = on_use
         self.precision = precision
         self.device = device
 
@@ -135,7 +145,7 @@ class ParamBuilder:
             embed=self._compute(self._get("embed.weight")),
             head=self._wide(self._get(head).T),
             norm=self._wide(self._get("norm.weight")),
-            layers=tuple(self._layer(spec) for spec in self.config.layers),
+            layers=self._layers([partial(self._layer, spec) for spec in self.config.layers]),
             head_mix=self._head_mix() if self.config.is_v4 else None,
             drafter=self._drafter() if self.config.num_nextn_predict_layers else None,
         )
@@ -152,10 +162,11 @@ class ParamBuilder:
                 "an encoder-only build is the whole model"
             )
         nothing = torch.empty(0, dtype=self.precision.accumulate, device=self.device)
-        encoder = tuple(self._layer(spec) for spec in c.layers[: c.n_encoder_layers])
-        source = self._source(c.layers[c.first_decoder_layer], nothing)
+        makers = [partial(self._layer, spec) for spec in c.layers[: c.n_encoder_layers]]
+        source = partial(self._source, c.layers[c.first_decoder_layer], nothing)
         embed = self._compute(self._get("embed.weight"))
-        return TrunkParams(embed=embed, head=nothing, norm=nothing, layers=(*encoder, source))
+        layers = self._layers([*makers, source])
+        return TrunkParams(embed=embed, head=nothing, norm=nothing, layers=layers)
 
     def _source(self, spec: LayerSpec, nothing: torch.Tensor) -> LayerParams:
         """A layer that publishes global KV and never runs a sublayer."""
@@ -172,6 +183,8 @@ class ParamBuilder:
             index=None,
             engram=self._engram(p, spec.index) if has_engram else None,
             experts_per_token=0,
+            w13=nothing,
+            w2=nothing,
             experts_by_token=None,
             **tensors | {"attn_norm": self._wide(self._get(f"{p}attn_norm.weight"))},
         )
@@ -182,10 +195,7 @@ class ParamBuilder:
         return DrafterParams(
             main_proj=self._compute(get("mtp.0.main_proj.weight").T),
             main_norm=self._wide(get("mtp.0.main_norm.weight")),
-            stages=tuple(
-                self._layer(LayerSpec(stage, LayerKind.SWA_ONLY, 0, None, None), f"mtp.{stage}.")
-                for stage in range(n_stages)
-            ),
+            stages=self._layers([partial(self._stage, stage) for stage in range(n_stages)]),
             norm=self._wide(get(f"{last}norm.weight")),
             markov_embed=self._compute(get(f"{last}markov_head.embed.weight")),
             markov_head=self._wide(get(f"{last}markov_head.head.weight").T),
@@ -203,6 +213,10 @@ class ParamBuilder:
 
     def _wide(self, x: torch.Tensor) -> torch.Tensor:
         return x.to(self.device, self.precision.accumulate).contiguous()
+
+    def _stage(self, stage: int) -> LayerParams:
+        spec = LayerSpec(stage, LayerKind.SWA_ONLY, 0, None, None)
+        return self._layer(spec, f"mtp.{stage}.")
 
     def _layer(self, spec: LayerSpec, prefix: str = "") -> LayerParams:
         """A trunk layer, or with `prefix` a drafter stage, which has experts of its own number."""
@@ -243,11 +257,24 @@ class ParamBuilder:
             experts_by_token=self._experts_by_token(p) if hashed else None,
             gate_bias=bias,
             gate_bias_image=by_image,
-            w13=self._compute(torch.stack([self._w13(e) for e in experts])),
-            w2=self._compute(torch.stack([get(f"{e}.w2.weight").T for e in experts])),
+            w13=self._experts(experts, self._w13),
+            w2=self._experts(experts, lambda e: get(f"{e}.w2.weight").T),
             shared_w13=self._compute(self._w13(f"{p}ffn.shared_experts")),
             shared_w2=self._compute(get(f"{p}ffn.shared_experts.w2.weight").T),
         )
+
+    def _layers(self, makers: Sequence[Callable[[], LayerParams]]) -> Sequence[LayerParams]:
+        return OnUse(makers) if self.on_use else tuple(make() for make in makers)
+
+    def _experts(
+        self, names: Sequence[str], make: Callable[[str], torch.Tensor]
+    ) -> torch.Tensor | OnUse[torch.Tensor]:
+        if self.on_use:
+            return OnUse([partial(self._expert, make, name) for name in names])
+        return self._compute(torch.stack([make(name) for name in names]))
+
+    def _expert(self, make: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
+        return self._compute(make(name))
 
     def _w13(self, prefix: str) -> torch.Tensor:
         return torch.cat((self._get(f"{prefix}.w1.weight"), self._get(f"{prefix}.w3.weight"))).T
@@ -308,9 +335,16 @@ class ParamBuilder:
 
     def _engram(self, p: str, layer: int) -> EngramParams:
         q, k = self._get(f"{p}engram.q_weight"), self._get(f"{p}engram.k_weight")
+        if (table := self.engram_tables.get(layer)) is None:
+            values = self._get(f"{p}engram.embed.weight")
+            table = HeldTable(values.to(self.device), self.precision.compute)
+            self.engram_tables[layer] = table
+        number = self.config.engram_layer_ids.index(layer)
+        if table.n_rows != (wanted := self.config.engram_num_embeddings[number]):
+            raise ConfigError(f"Engram table of layer {layer}: {table.n_rows} rows, not {wanted}")
         return EngramParams(
-            number=self.config.engram_layer_ids.index(layer),
-            table=self._get(f"{p}engram.embed.weight").to(self.device),
+            number=number,
+            table=table,
             wkv=self._compute(self._get(f"{p}engram.wkv.weight").T),
             qk_weight=self._wide(q) * self._wide(k),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -15,6 +15,7 @@ from headrace.model.attention import Attention, Capture, HalfScratch
 from headrace.model.config import ModelConfig
 from headrace.model.dspark import DraftBatch, DraftBlock, commit, draft_block
 from headrace.model.engram_hash import build_hashes, map_history
+from headrace.model.engram_store import EngramTable
 from headrace.model.errors import BatchError, ConfigError, StateError
 from headrace.model.numerics import Numerics, Precision
 from headrace.model.params import LayerParams, ParamBuilder
@@ -40,6 +41,8 @@ class Trunk(nn.Module):
         masked_token_ids: Sequence[int] = (),
         compute_dtype: torch.dtype | None = None,
         encoder_only: bool = False,
+        engram_tables: Mapping[int, EngramTable] | None = None,
+        widen_on_use: bool = False,
     ) -> None:
         """`tensors` are checkpoint names -> values of any float dtype ([out, in] matrices).
 
@@ -47,7 +50,8 @@ class Trunk(nn.Module):
         Engram alone).
         Logits at `masked_token_ids` are -inf. With `encoder_only` the decoder layers' weights are
         not looked up, but for the first one's KV source, and batches with decoder rows are
-        refused. Raises ConfigError.
+        refused. `engram_tables` (by layer) stand in place of the tables' tensors.
+        With `widen_on_use` layers are built from `tensors` whenever they run. Raises ConfigError.
         """
         super().__init__()
         _check_token_map(config, token_map)
@@ -59,8 +63,11 @@ class Trunk(nn.Module):
         self.token_map = np.ascontiguousarray(token_map, dtype=np.int64)
         self.kernels = kernels_for(self.device)
         self.encoder_only = encoder_only
-        builder = ParamBuilder(config, tensors, self.precision, self.device)
+        builder = ParamBuilder(
+            config, tensors, self.precision, self.device, engram_tables, on_use=widen_on_use
+        )
         self.params = builder.build_encoder() if encoder_only else builder.build()
+        self.engram = [p.engram.table for p in self.params.layers if p.engram is not None]
         self.hashes = build_hashes(
             config.engram_layer_ids,
             config.engram_max_ngram_size,
@@ -86,6 +93,7 @@ class Trunk(nn.Module):
         token_map: NDArray[np.int64] | None = None,
         compute_dtype: torch.dtype | None = None,
         encoder_only: bool = False,
+        engram_tables: Mapping[int, EngramTable] | None = None,
     ) -> Trunk:
         """Seeded random weights, equal on every platform; only the tensors that the build needs
         are drawn.
@@ -104,6 +112,7 @@ class Trunk(nn.Module):
             masked_token_ids=masked_token_ids,
             compute_dtype=compute_dtype,
             encoder_only=encoder_only,
+            engram_tables=engram_tables,
         )
 
     def forward(self, batch: RowBatch, state: KvState, *, capture: bool = False) -> RowResult:
@@ -233,11 +242,11 @@ class _Call:
         """float32 logits [n_logits, vocab]."""
         c = self.config
         streams = self._embed(embeddings)
-        engram_rows = self._engram_rows()
+        engram_rows = self._fetch_engram()
         half = self._half(self.plan.encoder)
         for p in self.trunk.params.layers:
             if p.engram is not None:
-                self._engram(p, streams, engram_rows[p.engram.number], half.plan)
+                self._engram(p, streams, engram_rows[p.engram.number](), half.plan)
             if p.spec.index in c.dspark_target_layer_ids:
                 self.taps.append(streams.h.mean(1))
             x = self.sublayers.enter(p.attn_mix, p.attn_norm, streams)
@@ -287,9 +296,10 @@ class _Call:
             compressed_back=compressed.conj().resolve_conj(),
         )
 
-    def _engram_rows(self) -> list[torch.Tensor]:
-        """Table row numbers [n, rows per token] of every Engram layer."""
-        if not self.trunk.hashes:
+    def _fetch_engram(self) -> list[Callable[[], torch.Tensor]]:
+        """Rows [n, rows per token * width] of every Engram layer, begun before a layer runs."""
+        tables = self.trunk.engram
+        if not tables:
             return []
         mapped = map_history(
             self.plan.history,
@@ -297,14 +307,14 @@ class _Call:
             self.trunk.token_map,
             self.config.engram_pad_token_id,
         )
-        return [torch.from_numpy(h.rows(mapped)).to(self.trunk.device) for h in self.trunk.hashes]
+        hashes = self.trunk.hashes[: len(tables)]
+        return [t.fetch(h.rows(mapped)) for t, h in zip(tables, hashes, strict=True)]
 
     def _engram(self, p: LayerParams, streams: Streams, rows: torch.Tensor, plan: HalfPlan) -> None:
         e = p.engram
         assert e is not None
-        gathered = e.table[rows].flatten(1).to(self.trunk.precision.compute)
         streams.h = self.kernels.add_engram(
-            streams.h, gathered, e.wkv, e.qk_weight, plan.image, self.config.rms_norm_eps
+            streams.h, rows, e.wkv, e.qk_weight, plan.image, self.config.rms_norm_eps
         )
 
     def _commit_drafter(self, half: HalfScratch) -> None:

@@ -15,11 +15,15 @@ from numpy.typing import NDArray
 from headrace.model.checkpoint.errors import CheckpointError
 from headrace.model.checkpoint.index import read_index
 from headrace.model.checkpoint.names import Selection
+from headrace.model.checkpoint.packed import PackedTensors
+from headrace.model.checkpoint.parts import Part
 from headrace.model.checkpoint.reader import Checkpoint, OnProgress, tensors_digest
 from headrace.model.checkpoint.release import read_config
 from headrace.model.checkpoint.shards import CONFIG_NAME, Meter, read_json
 from headrace.model.checkpoint.writer import DIGEST_KEY
-from headrace.model.numerics import Numerics
+from headrace.model.engram_store import EngramTable, Placement, StoredRows, table_of
+from headrace.model.numerics import Numerics, Precision
+from headrace.model.packed import Weights
 from headrace.model.token_map import build_token_map
 from headrace.model.trunk import Trunk
 from headrace.model.vision import VisionTower
@@ -38,6 +42,8 @@ def load_trunk(
     widen_to: torch.dtype = torch.bfloat16,
     compute_dtype: torch.dtype | None = None,
     encoder_only: bool = False,
+    engram: Placement = Placement.MEMORY,
+    weights: Weights = Weights.WIDENED,
     on_progress: OnProgress | None = None,
 ) -> Trunk:
     """The text trunk of a checkpoint, weights widened as they are read, one in hand at a time.
@@ -45,8 +51,10 @@ def load_trunk(
     Every stored value is exact in `widen_to` (bfloat16 or float32); the model then casts to its own
     compute dtype. Without `token_map` the folder's tokenizer.json gives it (V4 has none).
     `encoder_only` reads
-    only the encoder half and the first decoder layer's KV source. Raises CheckpointError and
-    ConfigError.
+    only the encoder half and the first decoder layer's KV source. `engram` tells where its tables
+    lie: MAPPED ones stay in the checkpoint's files, as they are stored. PACKED weights are held as
+    stored and widened on use, layer by layer and expert by expert: the same bits, less memory, more
+    time. Raises CheckpointError and ConfigError.
     """
     folder = Path(folder)
     if token_map is None and read_config(read_json(folder / CONFIG_NAME)).model.is_v4:
@@ -58,10 +66,12 @@ def load_trunk(
             )
         token_map = build_token_map(folder / TOKENIZER_NAME).ids
     selection = Selection.ENCODER if encoder_only else Selection.TEXT
+    packed = weights is Weights.PACKED
     with Checkpoint.open(folder, selection) as checkpoint:
+        source = PackedTensors if packed else Checkpoint.tensors
         return Trunk(
             checkpoint.release.model,
-            checkpoint.tensors(widen_to, on_progress),
+            source(checkpoint, widen_to, on_progress),
             numerics,
             device,
             token_map=token_map,
@@ -69,7 +79,33 @@ def load_trunk(
             masked_token_ids=masked_token_ids,
             compute_dtype=compute_dtype,
             encoder_only=encoder_only,
+            engram_tables=stored_tables(
+                checkpoint, engram, Precision.of(numerics, compute_dtype).compute, device
+            ),
+            widen_on_use=packed,
         )
+
+
+def stored_tables(
+    checkpoint: Checkpoint,
+    placement: Placement,
+    compute: torch.dtype,
+    device: str | torch.device = "cpu",
+) -> dict[int, EngramTable]:
+    """Engram tables by layer in their stored format; empty for MEMORY, which widens as all else.
+
+    Raises ConfigError for a placement that cannot be on `device`."""
+    if placement is Placement.MEMORY:
+        return {}
+    tables: dict[int, EngramTable] = {}
+    for entry in checkpoint.entries:
+        if entry.part is Part.ENGRAM and entry.name.endswith("engram.embed.weight"):
+            data, *scales = checkpoint.map_stored(entry)
+            dtype = torch.float8_e4m3fn if scales else torch.bfloat16
+            stored = StoredRows(data, scales[0] if scales else None, dtype)
+            assert entry.layer is not None
+            tables[entry.layer] = table_of(stored, placement, compute, torch.device(device))
+    return tables
 
 
 def load_vision(

@@ -11,7 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.model.checkpoint.encoding import Kind, StoredSpec, widen
 from headrace.model.checkpoint.index import (
@@ -161,6 +163,12 @@ class Checkpoint:
             parts.append(part)
         scale = parts[1].view(entry.stored[1].shape) if len(parts) > 1 else None
         return StoredWeight(entry, parts[0], scale)
+
+    def map_stored(self, entry: TensorEntry) -> tuple[NDArray[np.uint8], ...]:
+        """One weight's stored tensors, each uint8 [rows, bytes a row], through mappings that
+        outlive this object. Their values are not looked at."""
+        places = (self._places[spec.name] for spec in entry.stored)
+        return tuple(shard.map(at).reshape(entry.shape[0], -1) for shard, at in places)
 
     # ---- widened ---------------------------------------------------------------------------
 

@@ -17,10 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.model.checkpoint.encoding import DTYPE_BYTES, StoredSpec
 from headrace.model.checkpoint.errors import CheckpointError
+from headrace.model.engram_store import map_bytes
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -204,6 +207,11 @@ class Shard:
                 raise CheckpointError(f"{self.name}: cut short while it was read")
             done += n
         self.meter.read_bytes += done
+
+    def map(self, place: TensorPlace) -> NDArray[np.uint8]:
+        """The tensor's bytes through a read-only mapping of the file, which stays mapped as long
+        as the array and must not be cut short meanwhile. Not counted as read."""
+        return map_bytes(self._fd)[place.offset : place.offset + place.spec.n_bytes]
 
     def close(self) -> None:
         """Close the file; calling it again does nothing."""

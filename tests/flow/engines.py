@@ -32,7 +32,8 @@ from headrace.engine import (
     WindowDone,
     spans_to_run,
 )
-from headrace.model import SlotState, Trunk
+from headrace.engine.speculation import Anchor, Drafts, propose
+from headrace.model import KvState, SlotState, Trunk
 
 ROOT = Digest(bytes(range(32)))
 MAX_TOKENS = 4
@@ -55,6 +56,9 @@ class Run:
     held_blocks: list[bytes] = field(default_factory=list)  # all blocks with KV, at the end
     slot: SlotState | None = None  # at the end, all layers
     state: bytes = b""  # at the end, as mode `state` exports it
+    # By a token's index, what the drafter guesses behind it; nothing of the engine's text.
+    drafts: dict[int, Drafts] = field(default_factory=dict)
+    every_draft: bool = False  # of all tokens, not of the first and the last alone
 
 
 def request(
@@ -131,10 +135,11 @@ def run_engine(
     *,
     generated: Sequence[int] = (),
     state: bytes | None = None,
+    every_draft: bool = False,
 ) -> Run:
     """Run `plan`, or with `state` take that over in its place; `generated` are tokens of a former
     attempt."""
-    run = Run(max_tokens=job.max_tokens, n_before=len(generated))
+    run = Run(max_tokens=job.max_tokens, n_before=len(generated), every_draft=every_draft)
     engine.runner.on_logits = lambda key, position, row: run.logits.append(row.numpy().tobytes())
     admission = engine.admit(Job(job, as_token_ids(list(generated)), hit_blocks))
     assert admission is not None
@@ -179,8 +184,28 @@ def take(engine: Engine, event: object, run: Run) -> None:
             run.tokens.append(event.token_id)
             assert event.index == run.n_before + len(run.tokens) - 1
             assert (event.finish is FinishReason.LENGTH) == (event.index == run.max_tokens - 1)
+            wanted = run.every_draft or len(run.tokens) == 1 or event.finish is not None
+            if wanted and engine.model.config.num_nextn_predict_layers:
+                run.drafts[event.index] = draft(engine, event.key)
         case RowsDone():
             run.first_rows = (event.encoder_rows, event.decoder_rows)
+
+
+def draft(engine: Engine, key: JobKey) -> Drafts:
+    """A greedy block behind a sequence's newest token."""
+    sequence = engine.scheduler.sequence(key)
+    assert sequence is not None and sequence.plan is not None
+    slot, floor = sequence.lease.slot, sequence.plan.decoder_floor
+    return draft_from(engine.model, engine.state, slot, sequence.ids[-1], sequence.next_row, floor)
+
+
+def draft_from(
+    trunk: Trunk, state: KvState, slot: int, token_id: int, position: int, floor: int
+) -> Drafts:
+    anchor = Anchor(slot, token_id, position, floor, Sampling(), trunk.config.dspark_block_size)
+    (drafts,) = propose(trunk, state, [anchor])
+    assert len(drafts.token_ids) == trunk.config.dspark_block_size  # no NaN was read
+    return drafts
 
 
 def collect(engine: Engine, key: JobKey, run: Run) -> None:
@@ -205,7 +230,7 @@ def cold_run(
     job = request(n_tokens, keep_tokens, pictures, max_tokens, vocab_size=trunk.config.vocab_size)
     engine = make_engine(trunk, Half.FULL, rows=512, backtrack_rows=6, spacing=128)
     plan = plan_decode(n_tokens, 0, keep_tokens, (), engine.geometry)
-    run = run_engine(engine, job, 0, plan, {}, None)
+    run = run_engine(engine, job, 0, plan, {}, None, every_draft=True)
     decoder_rows = min(n_tokens, keep_tokens) if engine.geometry.has_decoder_half else 0
     assert run.first_rows == (n_tokens, decoder_rows)
     assert sorted(run.windows) == list(range(128, n_tokens + max_tokens, 128))

@@ -161,6 +161,7 @@ def check(case: Case, trunk: Trunk) -> None:
     assert run.logits == wanted.logits
     assert run.tokens == wanted.tokens
     assert run.slot == wanted.slot
+    assert run.drafts == {i: wanted.drafts[i] for i in (0, MAX_TOKENS - 1)}
     assert run.held_blocks == wanted.held_blocks
     assert run.done_blocks == {i: b for i, b in wanted.done_blocks.items() if i >= hit}
     assert all(wanted.windows[x] == payload for x, payload in run.windows.items())

@@ -14,6 +14,7 @@ import torch
 from headrace_tests_flow_engines import (
     Run,
     cold_run,
+    draft_from,
     make_engine,
     picture_rows,
     request,
@@ -116,6 +117,7 @@ def test_state_equals_the_all_engine(
     assert run.first_rows == (0, 0)
     assert (run.logits, run.tokens) == (wanted.logits[1:], wanted.tokens)
     check_state(run, wanted)
+    assert run.drafts == {i: wanted.drafts[i] for i in (0, N_OUT - 1)}
     # What is adopted of an incomplete block is its complete groups: `check_state` has those.
     whole = (n_tokens + N_OUT - 1) // 128
     assert run.held_blocks[:whole] == wanted.held_blocks[:whole]
@@ -153,6 +155,7 @@ def test_a_resume_equals_the_all_engine(trunks: dict[str, Trunk], g: int, stored
     assert run.first_rows == (plan.encoder_rows, n_known - 456)
     assert (run.logits, run.tokens) == (wanted.logits[g:], wanted.tokens[g:])
     check_state(run, wanted)
+    assert run.drafts == {i: wanted.drafts[i] for i in (g, N_OUT - 1)}
     assert run.held_blocks == wanted.held_blocks
     assert run.done_blocks == from_block(wanted, found)
 
@@ -273,6 +276,8 @@ def test_replay_equals_the_same_rows_laid_out_by_hand(
     assert (run.logits, run.tokens) == (logits, tokens)
     assert run.slot is not None
     check_slot(run.slot, hand.slot())
+    last = draft_from(trunk, hand.state, 0, tokens[-1], len(hand.ids), 456)
+    assert run.drafts[N_OUT - 1] == last
     assert run.held_blocks[:3] == [stored[i] for i in range(3)]
     assert run.done_blocks == {3: hand.block(3)}
     assert (run.logits == exact.logits) == (depth == 186)

@@ -161,6 +161,43 @@ def test_rejected_rows_are_overwritten_by_the_next_commit(
             )
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dspark_target_layer_ids": (0, 1, 3)},  # two in the encoder half, one behind its end
+        {"dspark_target_layer_ids": (2,), "dspark_block_size": 1},
+        {
+            "num_nextn_predict_layers": 2,
+            "compress_ratios": (0, 2, 1, 1, 0, 0),
+            "dspark_block_size": 5,
+            "sliding_window": 8,
+        },
+        # No decoder half: all rows are committed, also where none has logits.
+        {"compress_ratios": (0, 2, 2, 2, 0), "kv_source_layer_ids": (1, 2)},
+    ],
+    ids=["taps of both halves", "one tap", "two stages", "no decoder half"],
+)
+def test_other_drafters(
+    changes: dict[str, Any], driver_type: Any, part_type: Any, make_text: Callable[..., Any]
+) -> None:
+    """Chunks with and without decoder rows against one call of the same floor."""
+    config = replace(ModelConfig.load("toy"), **changes)
+    trunk, text = Trunk.random(config, 1, Numerics.INVARIANT), make_text(90, 5, config)
+    floor = 41 if config.n_decoder_layers else 0
+    blocks = []
+    for splits in ([80], [40, 3, 1, 36]):
+        driver = driver_type(trunk)
+        part = part_type(text, 0, 80, 0, (0,), decoder_floor=floor, decoder_from=floor)
+        driver.run(part, splits)
+        exported = driver.state.export_slot(0, 80).drafter
+        assert len(exported) == config.num_nextn_predict_layers * config.sliding_window * 33
+        blocks.append((exported, block_of(trunk, driver.state, (0, text.ids[80], 80), floor=floor)))
+    (one, drafts), (other, same) = blocks
+    assert one == other and equal(drafts, same)
+    assert drafts[0].shape == (1, config.dspark_block_size)
+    assert not any(x.isnan().any() for x in drafts)
+
+
 @pytest.mark.parametrize("n", [3, 33, 140])
 def test_blocks_go_on_elsewhere_from_exported_rows(
     trunk: Trunk, filled: Callable[..., Any], driver_type: Any, n: int
