@@ -20,8 +20,8 @@ from headrace.core.card import Role
 from headrace.core.limits import EdgeLimits, LeaseTimes
 
 MODEL = "toy"
-LEASES = LeaseTimes(handoff_s=2.0, member_s=1.5, member_beat_s=0.3)
-DEPLOYMENT = {"leases": LEASES, "edge": EdgeLimits(request_deadline_s=40.0)}
+LEASES = LeaseTimes(handoff_s=4.0, member_s=3.0, member_beat_s=0.3)
+DEPLOYMENT = {"leases": LEASES, "edge": EdgeLimits(request_deadline_s=55.0)}
 ROUTER = {"crashes": 4}  # these tests kill; which request is to blame is another's business
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -159,7 +159,9 @@ async def test_every_client_gets_its_text(
     prefers(service, name, monkeypatch)
 
     async def load() -> list[Any]:
-        return list(await asyncio.gather(*(service.check(ids, 12) for ids in prompts)))
+        return list(
+            await asyncio.gather(*(service.check(ids, 12, within_s=60.0) for ids in prompts))
+        )
 
     fault = {"stop": kinds.stop, "kill": kinds.kill}[kind](victim.pid, moment)
     back = kinds.go_on(release)

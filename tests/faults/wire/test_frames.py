@@ -17,7 +17,7 @@ from headrace.core.limits import EdgeLimits, LeaseTimes
 MODEL = "toy"
 DEPLOYMENT = {
     "leases": LeaseTimes(handoff_s=2.5, member_s=8.0),
-    "edge": EdgeLimits(request_deadline_s=12.0),
+    "edge": EdgeLimits(request_deadline_s=25.0),
 }
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.fault]
 
