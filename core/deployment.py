@@ -6,19 +6,21 @@ from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
 from headrace.core.limits import EdgeLimits, LeaseTimes, WireLimits
-from headrace.core.request import HandoffMode
+from headrace.core.request import HandoffBind, HandoffMode
 from headrace.core.rows import Geometry
 
 NUMERICS = ("auto", "invariant", "fast")  # auto: invariant on CPU, fast on GPU
 MAX_SEED = 2**63 - 1
 MIN_FRAME_BYTES = 1 << 20  # a prompt of a million ids takes several; this one holds a small one
 MAX_LEASE_S = 3600.0
+MAX_UNDERWAY_WAIT = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
     """Shared settings. `keep_tokens` 0 stands for the model's default (`Geometry.keep_for`), and
-    `replay_depth_tokens` (mode `replay` only) 0 for W."""
+    `replay_depth_tokens` (mode `replay` only) 0 for W. `underway_wait_factor`: how many times its
+    predicted time a prefill waits for blocks that another one computes; 0: it never waits."""
 
     model: str = "t2"
     seed: int = 0
@@ -26,8 +28,10 @@ class Deployment:
     device: str = "cpu"
     keep_tokens: int = 0
     handoff_mode: HandoffMode = HandoffMode.EXACT
+    handoff_bind: HandoffBind = HandoffBind.LATE
     replay_depth_tokens: int = 0
     local_prefill_rows: int = 512
+    underway_wait_factor: float = 4.0
     record_spacing_tokens: int = 8192  # window records every so many tokens of a long run
     wire: WireLimits = WireLimits()
     leases: LeaseTimes = LeaseTimes()
@@ -69,6 +73,11 @@ class Deployment:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+        wait = self.underway_wait_factor
+        if type(wait) not in (int, float) or not 0 <= wait <= MAX_UNDERWAY_WAIT:
+            raise ConfigError(
+                f"underway_wait_factor must lie between 0 and {MAX_UNDERWAY_WAIT}, got {wait!r}"
+            )
         if self.record_spacing_tokens % 128:
             raise ConfigError(
                 f"record_spacing_tokens must be a multiple of 128, got {self.record_spacing_tokens}"

@@ -1,8 +1,9 @@
 """Names of things: requests, attempts, replicas, digests.
 
-A *request id* names what a client asked for; an *epoch* numbers our attempts at it. Whatever a
-replica holds, it holds for one `JobKey`, and messages of an older epoch are ignored and counted.
-A *boot id* names one life of one process, so that a restart faster than a heartbeat is seen.
+A *request id* names what a client asked for; an *epoch* numbers our attempts at it, where prefill,
+decode and vision have one each. Whatever a replica holds, it holds for one `JobKey`, and messages
+of an older epoch are ignored and counted. A *boot id* names one life of one process, so that a
+restart faster than a heartbeat is seen.
 """
 
 from __future__ import annotations

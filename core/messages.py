@@ -1,8 +1,8 @@
 """Messages between router, prefill and decode, one table for all three connections.
 
-    router  -> prefill   PrefillJob, Cancel, Drain
+    router  -> prefill   PrefillJob, BindDecode, Cancel, Drain
     router  -> decode    DecodeJob, Cancel, Drain
-    prefill -> router    PrefillDone, JobFailed, LoadReport
+    prefill -> router    PrefillProgress, PrefillDone, JobFailed, LoadReport
     decode  -> router    TokenBatch, JobFailed, LoadReport
     router  -> vision    VisionJob, Cancel, Drain
     vision  -> router    VisionDone, JobFailed, LoadReport
@@ -10,7 +10,10 @@
     decode  -> prefill   HandoffAck
     both ends            Hello first, on every connection
 
-Messages that name a `JobKey` of an older epoch are ignored and counted by the receiver.
+Messages that name a `JobKey` of an older epoch are ignored and counted by the receiver. The two
+ends of a hand-off are two attempts with an epoch each (docs/decisions/0011): what is said of a
+hand-off names the decode attempt's key, what is said of a prefill's own work names the prefill
+attempt's.
 """
 
 from __future__ import annotations
@@ -51,15 +54,16 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
+    """Run the prompt's rows and hold what is sealed; `BindDecode` says for whom, at any time."""
+
     request: GenRequest
-    decode_address: str  # where BlocksReady goes
-    decode_name: str
     dispatch: int  # the router's number of this dispatch, echoed in load reports
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeJob:
-    """`await_prefill`: the prompt's blocks come by hand-off; without it decode runs all rows.
+    """`await_prefill`: the prompt's blocks come by hand-off, as soon as the prefill replica is told
+    of this attempt by `BindDecode`; without it decode runs all rows.
 
     `generated_ids`: tokens a former attempt already produced (empty for a first attempt)."""
 
@@ -78,7 +82,8 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class BlocksReady:
-    """Blocks [first_block, first_block + len(digests)) are sealed and leased for `key`.
+    """Blocks [first_block, first_block + len(digests)) are sealed, and leased by the prefill
+    attempt until `key` was acknowledged or given up.
 
     Digests are those of the request's chain, or (mode `replay`) of its exact one: which tells in
     which namespace the bytes lie."""
@@ -91,7 +96,8 @@ class BlocksReady:
 
 @dataclass(frozen=True, slots=True)
 class WindowReady:
-    """The window record at `position` is sealed and leased for the life of the request."""
+    """The window record at `position` is sealed and leased as blocks are; decode takes a lease of
+    its own, for the life of the request."""
 
     key: JobKey
     position: int
@@ -103,7 +109,8 @@ class WindowReady:
 class PrefillDone:
     """Nothing more follows for `key`; decode may start when it has loaded all it was told of.
 
-    Also sent to the router. Rows and hits are those of the prefill replica, for the record."""
+    Also sent to the router, under the same key. Rows and hits are those of the prefill replica, for
+    the record; after another bind it is said again."""
 
     key: JobKey
     encoder_rows: int
@@ -125,7 +132,8 @@ class JobFailed:
 
 @dataclass(frozen=True, slots=True)
 class HandoffAck:
-    """Decode copied everything it was told of; prefill may let its leases end."""
+    """Decode has its first token; prefill lets its leases end. Until then another decode replica
+    can be bound in place of a lost one."""
 
     key: JobKey
 
@@ -214,13 +222,42 @@ class VisionDone:
 @dataclass(frozen=True, slots=True)
 class StateReady:
     """Hand-off mode `state`: everything a sequence of `length_tokens` positions holds beyond its
-    complete blocks is sealed at `place` and leased; `first_token_id` was sampled by prefill."""
+    complete blocks is sealed at `place` and leased as blocks are; `first_token_id` was sampled by
+    prefill. `epoch` is that of the prefill attempt, which the digest names."""
 
     key: JobKey
     length_tokens: int
     digest: Digest
     place: Place
     first_token_id: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """A sign of life of `key`, every third of `handoff_s`. `wanted`: at most one chunk of rows is
+    left, or its decode replica is gone or does not acknowledge: one is wanted now. That is also
+    said at once when it comes about, and again until `BindDecode` or `Cancel` answers it."""
+
+    key: JobKey
+    rows_left: int
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BindDecode:
+    """Hand the product of `key` to the decode attempt of that epoch: all that is sealed at once,
+    the rest as it comes. A later epoch replaces an earlier one; the same once more is a
+    duplicate."""
+
+    key: JobKey
+    decode_epoch: int
+    decode_address: str
+    decode_name: str
+
+    @property
+    def decode_key(self) -> JobKey:
+        return JobKey(self.key.request_id, self.decode_epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,5 +284,7 @@ MESSAGES = MessageTable(
         13: VisionJob,
         14: VisionDone,
         15: StateReady,
+        16: PrefillProgress,
+        17: BindDecode,
     }
 )

@@ -16,6 +16,7 @@ STAGES = (
     "vision_s",  # waiting for rows of pictures
     "prefill_wait_s",
     "prefill_s",
+    "bind_s",  # from the word that prefill is nearly done until a decode replica is bound to it
     "seal_s",
     "load_s",
     "replay_s",
@@ -43,6 +44,7 @@ class RequestRecord:
     epoch: int = 0
     attempts: int = 0
     resumes: int = 0  # of these, attempts that went on after tokens of a former one
+    rebinds: int = 0  # of these, attempts that took over the prefill of a lost decode replica
     mode: str = "exact"
     exactness: str = "exact"
     prefill: str = ""

@@ -21,6 +21,13 @@ class HandoffMode(StrEnum):
     STATE = "state"
 
 
+class HandoffBind(StrEnum):
+    """When a request that prefill runs gets its decode replica; see docs/handoff.md."""
+
+    LATE = "late"  # when at most one chunk of rows is left
+    EARLY = "early"  # with its prefill replica
+
+
 class FinishReason(StrEnum):
     STOP = "stop"  # a stop id was sampled; it is not part of the text
     LENGTH = "length"  # max_tokens reached

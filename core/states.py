@@ -55,7 +55,9 @@ class RequestState(StrEnum):
     """A request as its router sees it. Exactly one terminal event reaches the client."""
 
     ACCEPTED = "accepted"  # validated and tokenised
-    PREFILLING = "prefilling"  # a prefill replica runs rows for it
+    PREFILLING = "prefilling"  # a prefill replica runs rows for it; no decode replica knows of it
+    BINDING = "binding"  # prefill wants a decode replica; one is being chosen, or waited for
+    HANDING_OFF = "handing_off"  # both have it; not everything was announced yet
     DECODING = "decoding"  # a decode replica owns it; no byte was sent yet
     STREAMING = "streaming"  # at least one byte reached the client, or the request was resumed
     RESUMING = "resuming"  # tokens came, then decode was lost; another attempt goes on from them
@@ -66,9 +68,11 @@ class RequestState(StrEnum):
 
 class RequestEvent(StrEnum):
     SENT_TO_PREFILL = "sent_to_prefill"
-    SENT_TO_DECODE = "sent_to_decode"
+    DECODE_WANTED = "decode_wanted"  # the first PrefillProgress
+    SENT_TO_DECODE = "sent_to_decode"  # with a prefill: bound to it
     PREFILL_DONE = "prefill_done"
     TOKENS = "tokens"
+    REBIND = "rebind"  # decode was lost before its first token, its prefill was not
     RETRY = "retry"  # another attempt, under a new epoch, from the first token on
     RESUME = "resume"  # another attempt, under a new epoch, that goes on after the tokens received
     FINISH = "finish"
@@ -78,33 +82,42 @@ class RequestEvent(StrEnum):
 
 _R, _E = RequestState, RequestEvent
 TERMINAL_REQUEST_STATES = frozenset({_R.FINISHED, _R.FAILED, _R.CANCELLED})
-_LIVE = (_R.ACCEPTED, _R.PREFILLING, _R.DECODING, _R.STREAMING, _R.RESUMING)
+_LIVE = tuple(state for state in _R if state not in TERMINAL_REQUEST_STATES)
+UNSENT_REQUEST_STATES = frozenset({_R.PREFILLING, _R.BINDING, _R.HANDING_OFF, _R.DECODING})
 
 REQUEST_TABLE: StateTable[RequestState, RequestEvent] = StateTable(
     "request",
     {
         (_R.ACCEPTED, _E.SENT_TO_PREFILL): _R.PREFILLING,
         (_R.ACCEPTED, _E.SENT_TO_DECODE): _R.DECODING,
-        (_R.PREFILLING, _E.PREFILL_DONE): _R.DECODING,
-        (_R.PREFILLING, _E.TOKENS): _R.STREAMING,  # tokens may overtake the prefill's own report
-        (_R.DECODING, _E.TOKENS): _R.STREAMING,
-        (_R.STREAMING, _E.TOKENS): _R.STREAMING,
-        (_R.PREFILLING, _E.RETRY): _R.ACCEPTED,
-        (_R.DECODING, _E.RETRY): _R.ACCEPTED,
-        (_R.PREFILLING, _E.RESUME): _R.RESUMING,  # tokens came before the prefill's own report
-        (_R.DECODING, _E.RESUME): _R.RESUMING,
-        (_R.STREAMING, _E.RESUME): _R.RESUMING,
+        (_R.PREFILLING, _E.DECODE_WANTED): _R.BINDING,
+        (_R.PREFILLING, _E.SENT_TO_DECODE): _R.HANDING_OFF,  # bound early
+        (_R.BINDING, _E.SENT_TO_DECODE): _R.HANDING_OFF,
+        (_R.HANDING_OFF, _E.PREFILL_DONE): _R.DECODING,
+        (_R.HANDING_OFF, _E.REBIND): _R.BINDING,
+        (_R.DECODING, _E.REBIND): _R.BINDING,
+        # Tokens may overtake the prefill's own report.
+        **{(s, _E.TOKENS): _R.STREAMING for s in (_R.HANDING_OFF, _R.DECODING, _R.STREAMING)},
+        **{(s, _E.RETRY): _R.ACCEPTED for s in UNSENT_REQUEST_STATES},
+        **{(s, _E.RESUME): _R.RESUMING for s in (_R.HANDING_OFF, _R.DECODING, _R.STREAMING)},
         (_R.RESUMING, _E.RESUME): _R.RESUMING,  # lost again before anything was sent out
         (_R.RESUMING, _E.TOKENS): _R.RESUMING,  # of the former attempt, on their way to the client
         (_R.RESUMING, _E.SENT_TO_PREFILL): _R.STREAMING,
         (_R.RESUMING, _E.SENT_TO_DECODE): _R.STREAMING,
+        # A resumed attempt with a prefill of its own stays what it is for the client.
+        **{
+            (_R.STREAMING, e): _R.STREAMING
+            for e in (_E.DECODE_WANTED, _E.SENT_TO_DECODE, _E.PREFILL_DONE, _E.REBIND)
+        },
         **{(s, _E.FINISH): _R.FINISHED for s in _LIVE[1:]},
         **{(s, _E.ERROR): _R.FAILED for s in _LIVE},
         **{(s, _E.CLIENT_GONE): _R.CANCELLED for s in _LIVE},
     },
     ignored=frozenset(
         {(s, e) for s in TERMINAL_REQUEST_STATES for e in _E}
-        | {(_R.DECODING, _E.PREFILL_DONE), (_R.STREAMING, _E.PREFILL_DONE)}
+        # Prefill asks again until it is answered.
+        | {(s, _E.DECODE_WANTED) for s in (_R.BINDING, _R.HANDING_OFF, _R.DECODING)}
+        | {(_R.DECODING, _E.PREFILL_DONE)}
     ),
 )
 

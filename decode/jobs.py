@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from headrace.core.chain import TokenIds, as_token_ids
 from headrace.core.ids import Digest, JobKey
-from headrace.core.messages import DecodeJob, Place, StageTimes, TokenItem
+from headrace.core.messages import DecodeJob, HandoffAck, Place, StageTimes, TokenItem
 from headrace.core.peers import Peer
 from headrace.core.request import FinishReason, GenRequest, HandoffMode
 from headrace.core.rows import GRAIN, RowPlan, StartKind, floor_grain
@@ -63,9 +63,9 @@ class Over(Exception):
 class Job:
     """One job. Mutable; `state` moves by `DECODE_TABLE` only.
 
-    `router` asked for it and gets its tokens; `source` is the prefill replica that announces
-    blocks (None before its first frame). `told` is set when no announcement is to come, `settled`
-    while no load is in flight. `digests` grows with the blocks completed here."""
+    `router` asked for it and gets its tokens; `source` is the connection over which blocks were
+    last announced (None before the first frame). `told` is set when no announcement is to come,
+    `settled` while no load is in flight. `digests` grows with the blocks completed here."""
 
     message: DecodeJob
     router: Peer
@@ -185,7 +185,8 @@ class Job:
 
     def token(self, event: TokenSampled, now_s: float) -> TokenItem:
         """The item that tells a sampled token; with the last one the stages and the finished
-        state. A stop id ends the sequence and is no part of the text."""
+        state. The first one ends the hand-off. A stop id ends the sequence and is no part of the
+        text."""
         first = self.state is DecodeState.REPLAYING
         self.step(DecodeEvent.TOKEN)
         self.length_tokens = self.request.n_tokens + event.index + 1
@@ -194,12 +195,18 @@ class Job:
             self.stages.first_token_s = now_s
             self.stages.encoder_rows = event.encoder_rows
             self.stages.decoder_rows = event.decoder_rows
+            self.acknowledge()
         times = None
         if event.finish is not None:
             times = self.times(now_s)
             self.step(DecodeEvent.FINISH)
         ids = () if event.finish is FinishReason.STOP else (event.token_id,)
         return TokenItem(self.key, event.index, ids, event.finish, times)
+
+    def acknowledge(self) -> None:
+        """Tell the prefill replica, if there is one, that it is needed no more."""
+        if self.source is not None:
+            self.source.post(HandoffAck(self.key))
 
     @property
     def exactness(self) -> str:

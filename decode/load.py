@@ -13,7 +13,7 @@ import xxhash
 from headrace.core import faults
 from headrace.core.chain import state_digest, window_digest
 from headrace.core.clock import Clock
-from headrace.core.ids import Digest
+from headrace.core.ids import Digest, JobKey
 from headrace.core.messages import BlocksReady, Place, StateReady, WindowReady
 from headrace.core.rows import GRAIN, RowPlan, StartKind, plan_adopted
 from headrace.decode.handoff import TERMINAL, Counts, make_plan, window_candidates
@@ -133,7 +133,9 @@ class Loader:
     def state(self, job: Job, message: StateReady) -> None:
         """Load the state of mode `state`; without it the rows are run as in `exact`."""
         size_fits = 0 < message.place.payload_bytes <= self._card.state_bytes
-        if message.digest != state_digest(job.key) or not size_fits:
+        maker = JobKey(job.key.request_id, message.epoch)
+        known = message.epoch >= 0 and message.digest == state_digest(maker)
+        if not known or not size_fits:
             self._counts.foreign += 1
         elif message.length_tokens == job.known_tokens:
             self._in_background(job, self._load_state(job, message))
@@ -246,9 +248,15 @@ class Loader:
                 await store.doom(place, digest)
 
     async def _load_window(self, job: Job, message: WindowReady) -> None:
-        payload = await self._read_window(job, message.place, message.digest)
+        """With a lease of the job's own: a resume may start from the record again, long after
+        prefill let it go."""
+        position, place = message.position, message.place
+        block = job.handoff.digests[position // GRAIN - 1]
+        if (found := await self._store.open_windows([(position, block)], job.key)) is not None:
+            place = found[1]
+        payload = await self._read_window(job, place, message.digest)
         if payload is not None:
-            job.windows[message.position] = payload
+            job.windows[position] = payload
 
     async def _load_state(self, job: Job, message: StateReady) -> None:
         place = message.place

@@ -30,7 +30,6 @@ from headrace.core.limits import LeaseTimes
 from headrace.core.messages import (
     BlocksReady,
     DecodeJob,
-    HandoffAck,
     JobFailed,
     PrefillDone,
     StateReady,
@@ -187,7 +186,7 @@ class Decoder:
         """A frame of a hand-off. Those that come before their job are held for a while."""
         job = self.jobs.get(message.key)
         if job is not None:
-            job.source = job.source or peer
+            job.source = peer
             self._on_announcement(job, message)
         elif self._attempts.look(message.key) is not Verdict.NEW:
             self.counts.late += 1
@@ -218,6 +217,8 @@ class Decoder:
         }[type(message)]
         if not job.step(event):
             self.counts.late += 1
+            if event is DecodeEvent.PREFILL_DONE and job.state is DecodeState.STREAMING:
+                job.acknowledge()  # told again, so the first word was lost
             return
         job.progress_s = self._clock.now_s()
         if isinstance(message, PrefillDone):
@@ -256,8 +257,6 @@ class Decoder:
             job.state_bytes = None
         else:
             await self._driver.call(self._engine.start, job.key, plan, window, pictures)
-        if job.source is not None:
-            job.source.post(HandoffAck(job.key))
         await self._stores.release(job.key, Kind.KV)
 
     # ---- what the engine did -------------------------------------------------------------------

@@ -70,7 +70,7 @@ class Finder:
             payload = self._read_window(place, digest) if verify and plan.encoder_rows else b""
             if payload is not None:
                 if (verify or not plan.encoder_rows) and plan.window_position == position:
-                    await self._sealer.tell_window(job, position, digest, place)
+                    self._sealer.tell_window(job, position, digest, place)
                 return plan, payload or None
             candidates = [c for c in candidates if c[0] < position]
         return make(n_tokens, hit, keep_tokens, (), geometry), None

@@ -1,11 +1,15 @@
 """A prefill job as an automaton, and what it knows. No input or output here.
 
-    finding -> waiting -> filling -> running -> sealing -> done
-       \\___________________________________________^          (nothing to run)
+    finding -> waiting -> filling -> running -> sealing -> held -> done
+     |   ^ \\___________________________________^          (nothing to run)
+     v   |
+    pending
 
-`finding` reads the store and reaches the decode replica, `waiting` stands in line for the engine,
-`filling` copies stored blocks in, `running` has rows in the engine, `sealing` has none left but
-objects to seal and announce. Whatever is not written in the table raises.
+`finding` reads the store; `pending` waits for blocks that another job computes, then looks again;
+`waiting` stands in line for the engine, `filling` copies stored blocks in, `running` has rows in
+the engine, `sealing` has none left but objects to seal. `held` has only leases: everything is
+sealed, and the bound decode replica (`binding`) was told or will be. Whatever is not written in the
+table raises.
 """
 
 from __future__ import annotations
@@ -21,20 +25,25 @@ from headrace.core.request import GenRequest
 from headrace.core.rows import GRAIN, Geometry, floor_grain, record_position
 from headrace.core.states import StateTable
 from headrace.engine import Event
+from headrace.prefill.binding import Binding, Product
 
 
 class JobState(StrEnum):
     FINDING = "finding"
+    PENDING = "pending"
     WAITING = "waiting"
     FILLING = "filling"
     RUNNING = "running"
     SEALING = "sealing"
-    DONE = "done"  # decode was told that nothing more follows
+    HELD = "held"
+    DONE = "done"  # decode has its first token
     FAILED = "failed"  # decode and router were told
     CANCELLED = "cancelled"
 
 
 class JobEvent(StrEnum):
+    UNDERWAY = "underway"  # the next block is being computed by another job
+    LOOK_AGAIN = "look_again"  # it is there, its job ended, or the wait was long enough
     FOUND = "found"  # the stored prefix is known and rows must run
     ALL_STORED = "all_stored"  # no row must run
     ADMITTED = "admitted"  # the engine reserved blocks and a slot
@@ -42,21 +51,25 @@ class JobEvent(StrEnum):
     PRODUCT = "product"  # the engine completed a block or a window record
     ROWS_DONE = "rows_done"
     CUT_SHORT = "cut_short"  # the store took no more: decode runs the rest
-    ALL_TOLD = "all_told"  # everything sealed was announced, and PrefillDone sent
+    ALL_SEALED = "all_sealed"  # what was sealed is all there will be
     ERROR = "error"
-    DECODE_GONE = "decode_gone"
     CANCEL = "cancel"  # by the router, by its connection's end, or by a newer epoch
     AGAIN = "again"  # the same PrefillJob once more
-    ACK = "ack"  # decode copied everything
+    ACK = "ack"  # of the bound decode replica
 
 
 _S, _E = JobState, JobEvent
 TERMINAL = frozenset({_S.DONE, _S.FAILED, _S.CANCELLED})
-_LIVE = (_S.FINDING, _S.WAITING, _S.FILLING, _S.RUNNING, _S.SEALING)
+_LIVE = tuple(state for state in _S if state not in TERMINAL)
+NOT_ADMITTED = (_S.FINDING, _S.PENDING, _S.WAITING)
+
+_AFTER_ROWS = (_S.SEALING, _S.HELD, *TERMINAL)
 
 JOB_TABLE: StateTable[JobState, JobEvent] = StateTable(
     "prefill job",
     {
+        (_S.FINDING, _E.UNDERWAY): _S.PENDING,
+        (_S.PENDING, _E.LOOK_AGAIN): _S.FINDING,
         (_S.FINDING, _E.FOUND): _S.WAITING,
         (_S.FINDING, _E.ALL_STORED): _S.SEALING,
         (_S.WAITING, _E.ADMITTED): _S.FILLING,
@@ -65,28 +78,27 @@ JOB_TABLE: StateTable[JobState, JobEvent] = StateTable(
         (_S.RUNNING, _E.PRODUCT): _S.RUNNING,
         (_S.RUNNING, _E.ROWS_DONE): _S.SEALING,
         (_S.RUNNING, _E.CUT_SHORT): _S.SEALING,
-        (_S.SEALING, _E.ALL_TOLD): _S.DONE,
+        (_S.SEALING, _E.ALL_SEALED): _S.HELD,
+        (_S.HELD, _E.ACK): _S.DONE,
         **{(s, _E.ERROR): _S.FAILED for s in _LIVE},
-        **{(s, _E.DECODE_GONE): _S.FAILED for s in _LIVE},
         **{(s, _E.CANCEL): _S.CANCELLED for s in _LIVE},
-        (_S.DONE, _E.ACK): _S.DONE,
     },
     ignored=frozenset(
         {(s, _E.AGAIN) for s in JobState}
         | {(s, _E.CANCEL) for s in TERMINAL}
-        | {(s, _E.DECODE_GONE) for s in TERMINAL}
         | {(s, _E.ERROR) for s in TERMINAL}  # a second failure while the first is being told
         # What the engine finished before it saw the release, and rows after a cut.
-        | {(s, e) for s in (_S.SEALING, *TERMINAL) for e in (_E.PRODUCT, _E.ROWS_DONE)}
-        | {(s, _E.CUT_SHORT) for s in (_S.SEALING, *TERMINAL)}
+        | {(s, e) for s in _AFTER_ROWS for e in (_E.PRODUCT, _E.ROWS_DONE)}
+        | {(s, _E.CUT_SHORT) for s in _AFTER_ROWS}
         # What the job's own task had in hand when the job ended under it.
         | {
             (s, e)
             for s in TERMINAL
-            for e in (_E.FOUND, _E.ALL_STORED, _E.ADMITTED, _E.STARTED, _E.ALL_TOLD)
+            for e in (_E.UNDERWAY, _E.LOOK_AGAIN, _E.FOUND, _E.ALL_STORED, _E.ADMITTED)
         }
+        | {(s, e) for s in TERMINAL for e in (_E.STARTED, _E.ALL_SEALED)}
         # An answer to something we did not say; nothing depends on it.
-        | {(s, _E.ACK) for s in JobState if s is not _S.DONE}
+        | {(s, _E.ACK) for s in JobState if s is not _S.HELD}
     ),
 )
 
@@ -101,6 +113,8 @@ class Counts:
     hit_blocks: int = 0
     sealed_blocks: int = 0
     cut_short: int = 0
+    awaited: int = 0  # times a job waited for blocks that another one computed
+    wait_ended: int = 0  # of these, waits that lasted to their bound
     encoder_rows: int = 0
 
 
@@ -112,18 +126,23 @@ class Over(Exception):
 class Job:
     """One job and what it knows so far. Mutable; `state` moves by `JOB_TABLE` only.
 
-    `router` asked for it, `decode` receives its product (None until reached)."""
+    `router` asked for it; `binding` says who receives its `product`. `rows_end` is one past the
+    last row that runs, `reached` where the completed blocks end, both 0 until the plan is made."""
 
     message: PrefillJob
     router: Peer
     arrived_at_s: float
     state: JobState = JobState.FINDING
-    decode: Peer | None = None
+    binding: Binding = field(default_factory=Binding)
+    product: Product = field(default_factory=Product)
+    acknowledged: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     places: tuple[Place, ...] = ()  # of the stored prefix
     exact_digests: tuple[Digest, ...] = ()  # mode `replay`: keys of the exact ones among these
     hit_blocks: int = 0  # of these, the usable ones: less than `places` after damage
+    rows_end: int = 0
+    reached: int = 0
     encoder_rows: int = 0
     decoder_rows: int = 0  # mode `state`
     first_token_id: int | None = None  # mode `state`
@@ -139,9 +158,14 @@ class Job:
     @property
     def rows_to_come(self) -> int:
         """Estimate of the rows that the engine does not know of yet."""
-        if self.state not in (JobState.FINDING, JobState.WAITING):
+        if self.state not in NOT_ADMITTED:
             return 0
         return floor_grain(self.request.n_tokens) - self.hit_blocks * GRAIN
+
+    @property
+    def rows_left(self) -> int:
+        """Rows still to run, by whole blocks; an estimate before the plan is made."""
+        return self.rows_to_come or self.rows_end - self.reached
 
     def step(self, event: JobEvent) -> bool:
         """Move by one event; False when it was late or a duplicate. Raises `IllegalTransition`."""

@@ -12,14 +12,14 @@ from headrace.core import faults
 from headrace.core.card import Member, Role
 from headrace.core.clock import SYSTEM_CLOCK, Clock
 from headrace.core.errors import Unavailable
-from headrace.core.messages import Cancel, JobFailed, LoadReport, PrefillJob
+from headrace.core.messages import BindDecode, Cancel, JobFailed, LoadReport, PrefillJob
 from headrace.core.peers import Peer
 from headrace.core.replica import ReplicaShell, ReplicaSizes
 from headrace.core.request import HandoffMode
 from headrace.core.role import Ready, RoleSettings
 from headrace.engine import Engine, EngineDriver, EngineSettings, Half, load_engine
 from headrace.kvstore import Beat, ClassStores, MemberBoard, StoreClient
-from headrace.prefill.jobs import JobState
+from headrace.prefill.jobs import NOT_ADMITTED
 from headrace.prefill.links import DecodeLinks
 from headrace.prefill.work import Prefiller
 
@@ -51,7 +51,7 @@ class PrefillReplica:
             role,
             Role.PREFILL,
             ReplicaSizes(settings.max_rows_per_step, settings.n_blocks, settings.n_slots),
-            {PrefillJob: self._on_job, Cancel: self._on_cancel},
+            {PrefillJob: self._on_job, BindDecode: self._on_bind, Cancel: self._on_cancel},
             self._on_left,
             self._on_drain,
         )
@@ -115,6 +115,7 @@ class PrefillReplica:
             self._clock,
             self._on_ended,
             deployment.depth_for(self.engine.geometry.window_tokens),
+            deployment.underway_wait_factor,
         )
         self.driver.start()
         self.shell.every(REPORT_S, self._report)
@@ -148,6 +149,10 @@ class PrefillReplica:
             return
         self.work.accept(router, message)
 
+    def _on_bind(self, router: Peer, message: BindDecode) -> None:
+        if self.work is not None:
+            self.work.bind(router, message)
+
     def _on_cancel(self, router: Peer, message: Cancel) -> None:
         if self.work is not None:
             self.work.cancel(message.key)
@@ -180,7 +185,7 @@ class PrefillReplica:
         """This replica's load as of the end of the last step."""
         assert self.work is not None
         stats, jobs = self.driver.stats, self.work.jobs.values()
-        not_admitted = sum(job.state in (JobState.FINDING, JobState.WAITING) for job in jobs)
+        not_admitted = sum(job.state in NOT_ADMITTED for job in jobs)
         return LoadReport(
             last_dispatch=last_dispatch,
             step=stats.steps,

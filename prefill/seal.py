@@ -1,4 +1,4 @@
-"""Seals what the engine made and announces it to decode."""
+"""Seals what the engine made, under the job's lease, and adds it to the job's product."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEAL_WAIT_S = 0.25  # one wait for room; between two, a cancel is noticed
 
 
 class Sealer:
-    """Used from the role's loop. Raises `ConnectionError` when decode is gone."""
+    """Used from the role's loop."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Sealer:
         self._counts = counts
 
     async def blocks(self, job: Job, blocks: list[BlockDone]) -> bool:
-        """Seal and announce blocks that follow each other. A full arena is backpressure: while the
+        """Seal blocks that follow each other. A full arena is backpressure: while the
         store is there this waits for room, and gives up when none came for a third of
         `handoff_s`. False when not all were taken."""
         if faults.hit("prefill.seal") == "drop":
@@ -58,7 +58,7 @@ class Sealer:
                 domain=request.domain,
             )
             places = _leading(answers)
-            await self.tell_blocks(job, first, places)
+            self.tell_blocks(job, first, places)
             done += len(places)
             self._counts.sealed_blocks += len(places)
             now_s = self._clock.now_s()
@@ -87,7 +87,7 @@ class Sealer:
             domain=request.domain,
         )
         if wanted and place is not None:
-            await self.tell_window(job, event.position, digest, place)
+            self.tell_window(job, event.position, digest, place)
 
     async def state(self, job: Job, payload: bytes, first_token_id: int) -> None:
         """Mode `state`: what decode goes on from. Where there is no room for it decode runs the
@@ -101,24 +101,25 @@ class Sealer:
             domain=request.domain,
         )
         if place is not None:
-            ready = StateReady(job.key, request.n_tokens, digest, place, first_token_id)
-            await self._tell(job, ready)
+            n_tokens, epoch = request.n_tokens, job.key.epoch
+            ready = StateReady(job.key, n_tokens, digest, place, first_token_id, epoch)
+            job.product.add(ready)
 
-    async def tell_stored(self, job: Job) -> None:
+    def tell_stored(self, job: Job) -> None:
         """Announce the stored prefix: the exact blocks of it under their own keys."""
         exact = job.exact_digests
         if exact:
-            await self._tell(job, BlocksReady(job.key, 0, exact, job.places[: len(exact)]))
-        await self.tell_blocks(job, len(exact), job.places[len(exact) :])
+            job.product.add(BlocksReady(job.key, 0, exact, job.places[: len(exact)]))
+        self.tell_blocks(job, len(exact), job.places[len(exact) :])
 
-    async def tell_blocks(self, job: Job, first: int, places: tuple[Place, ...]) -> None:
+    def tell_blocks(self, job: Job, first: int, places: tuple[Place, ...]) -> None:
         if places:
             digests = job.request.digests[first : first + len(places)]
-            await self._tell(job, BlocksReady(job.key, first, digests, places))
+            job.product.add(BlocksReady(job.key, first, digests, places))
 
-    async def tell_window(self, job: Job, position: int, digest: Digest, place: Place) -> None:
+    def tell_window(self, job: Job, position: int, digest: Digest, place: Place) -> None:
         if self._is_awaited(job, position):
-            await self._tell(job, WindowReady(job.key, position, digest, place))
+            job.product.add(WindowReady(job.key, position, digest, place))
 
     @staticmethod
     def _is_awaited(job: Job, position: int) -> bool:
@@ -126,15 +127,6 @@ class Sealer:
         request = job.request
         p = record_position(request.n_tokens, request.keep_tokens)
         return position == p and request.mode is not HandoffMode.STATE
-
-    async def _tell(self, job: Job, message: BlocksReady | WindowReady | StateReady) -> None:
-        assert job.decode is not None
-        action = faults.hit("prefill.announce")
-        if action == "drop":
-            return
-        await job.decode.link.send(message)
-        if action == "duplicate":
-            await job.decode.link.send(message)
 
 
 def _leading(answers: Sequence[Place | None]) -> tuple[Place, ...]:

@@ -1,7 +1,8 @@
-"""What a prefill replica does with its jobs: find, fill, run, seal, announce.
+"""What a prefill replica does with its jobs: find, fill, run, seal, hold until decode has it.
 
 Each live job has one task that walks it through `jobs.JOB_TABLE`; whatever ends a job goes through
 `_end`; whatever it holds (engine blocks and slot, store leases) is given back in `_close`, once.
+Leases are the prefill attempt's own: no end of a decode attempt frees what the next one reads.
 All of it runs on one event loop; only copies into engine blocks happen in a thread of their own.
 """
 
@@ -27,12 +28,7 @@ from headrace.core.errors import (
 )
 from headrace.core.ids import JobKey
 from headrace.core.limits import LeaseTimes
-from headrace.core.messages import (
-    BlocksReady,
-    JobFailed,
-    PrefillDone,
-    PrefillJob,
-)
+from headrace.core.messages import BindDecode, JobFailed, PrefillDone, PrefillJob
 from headrace.core.peers import Peer
 from headrace.core.rows import GRAIN, RowPlan
 from headrace.engine import (
@@ -51,16 +47,11 @@ from headrace.engine import (
 from headrace.engine import Job as EngineJob
 from headrace.kvstore import ClassStores
 from headrace.prefill.find import Finder
-from headrace.prefill.jobs import (
-    TERMINAL,
-    Counts,
-    Job,
-    JobEvent,
-    JobState,
-    Over,
-)
+from headrace.prefill.jobs import NOT_ADMITTED, TERMINAL, Counts, Job, JobEvent, JobState, Over
 from headrace.prefill.links import DecodeLinks
 from headrace.prefill.seal import SEAL_BATCH, Sealer
+from headrace.prefill.tell import Teller
+from headrace.prefill.underway import Underway, block_to_await, wait_bound_s
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +61,7 @@ _RETRYABLE = (ReplicaLost, Overloaded, PicturesMissing, faults.InjectedFault)
 class Prefiller:
     """All jobs of one replica. Mutable, owned by the role's event loop.
 
-    `on_ended` is called after a job gave everything back."""
+    `on_ended` is called after a job gave everything back; `wait_factor` as in `wait_bound_s`."""
 
     def __init__(
         self,
@@ -83,11 +74,12 @@ class Prefiller:
         clock: Clock,
         on_ended: Callable[[], None],
         depth_tokens: int | None = None,
+        wait_factor: float = 4.0,
     ) -> None:
         self._engine = engine
         self._driver = driver
         self._stores = stores
-        self._links = links
+        self._wait_factor = wait_factor
         self._settings = settings
         self._leases = leases
         self._clock = clock
@@ -98,6 +90,8 @@ class Prefiller:
         self._room = asyncio.Event()  # something was given back to the engine
         self._closing: set[asyncio.Task[None]] = set()
         self._sealer = Sealer(engine, stores.own, leases, clock, self.counts)
+        self._teller = Teller(links, lambda job, error: self._end(job, JobEvent.ERROR, error))
+        self.underway = Underway()
         self._finder = Finder(engine, stores, self._sealer, self.counts, depth_tokens)
         self._steps_seen = 0
         self.jobs: dict[JobKey, Job] = {}
@@ -116,7 +110,7 @@ class Prefiller:
         for job in tuple(self.jobs.values()):
             if job.key.request_id == key.request_id:
                 self._end(job, JobEvent.CANCEL)
-        waiting = sum(j.state in (JobState.FINDING, JobState.WAITING) for j in self.jobs.values())
+        waiting = sum(other.state in NOT_ADMITTED for other in self.jobs.values())
         problem: HeadraceError | None = None
         if self.draining:
             problem = Unavailable("this prefill replica takes no new jobs")
@@ -142,11 +136,24 @@ class Prefiller:
         else:
             self._end(job, JobEvent.CANCEL)
 
-    def acknowledged(self, key: JobKey) -> None:
-        """Decode copied everything. The leases are its own by now; nothing is left to do here."""
-        job = self.jobs.get(key)
-        if job is not None and not job.step(JobEvent.ACK):
+    def bind(self, router: Peer, message: BindDecode) -> None:
+        """Hand a job's product to the decode attempt named. For one that is over the router is told
+        so: it may have been lost on the way that it failed."""
+        job = self.jobs.get(message.key)
+        if job is None or job.state in TERMINAL:
             self.counts.late += 1
+            over = ReplicaLost("the prefill attempt is over")
+            router.post(JobFailed(message.key, over.code, over.message, retryable=True))
+        elif not self._teller.bind(job, message):
+            self.counts.late += 1
+
+    def acknowledged(self, key: JobKey) -> None:
+        """The decode attempt `key` has its first token. From one that is not bound: late."""
+        job = next((j for j in self.jobs.values() if j.binding.decode_key == key), None)
+        if job is None or not job.step(JobEvent.ACK):
+            self.counts.late += 1
+        else:
+            job.acknowledged.set()
 
     def router_left(self, router: Peer) -> None:
         """Nobody waits for these any more."""
@@ -155,10 +162,10 @@ class Prefiller:
                 self._end(job, JobEvent.CANCEL)
 
     def decode_left(self, decode: Peer) -> None:
-        """What is sealed stays in the store for the next attempt; this one is over."""
+        """The jobs bound to it go on; their routers name another, or cancel."""
         for job in tuple(self.jobs.values()):
-            if job.decode is decode and job.state not in TERMINAL:
-                self._end(job, JobEvent.DECODE_GONE, ReplicaLost("the decode replica left"))
+            if job.binding.peer is decode:
+                self._teller.lost(job, ReplicaLost("the decode replica left"))
 
     def on_events(self, events: Sequence[Event]) -> None:
         """What the engine did in one step."""
@@ -184,9 +191,14 @@ class Prefiller:
                 job.decoder_rows = event.decoder_rows
                 if isinstance(event, TokenSampled):
                     job.first_token_id = event.token_id
+                job.reached = job.rows_end
                 job.events.put_nowait(event)
         elif isinstance(event, BlockDone | WindowDone) and job.step(JobEvent.PRODUCT):
+            if isinstance(event, BlockDone):
+                job.reached = (event.index + 1) * GRAIN
             job.events.put_nowait(event)
+        if job.rows_left <= self._settings.max_rows_per_step:
+            self._teller.near(job)
 
     # ---- one job ---------------------------------------------------------------------------
 
@@ -201,18 +213,12 @@ class Prefiller:
             self._end(job, JobEvent.ERROR, limit)
         except HeadraceError as error:
             self._end(job, JobEvent.ERROR, error)
-        except ConnectionError as error:
-            gone = ReplicaLost(f"the decode replica was lost: {error}")
-            self._end(job, JobEvent.ERROR, gone)
         except Exception:
             log.exception("prefill job %s failed", job.key)
             self._end(job, JobEvent.ERROR, HeadraceError("prefill failed"))
 
     async def _walk(self, job: Job) -> None:
-        job.decode = await self._links.get(job.message.decode_address)
-        await self._finder.open_stored(job)
-        await self._sealer.tell_stored(job)
-        plan, window = await self._finder.plan(job, verify=False)
+        plan = await self._find(job)
         begun_s = self._clock.now_s()
         if plan.encoder_rows:
             job.advance(JobEvent.FOUND)
@@ -225,20 +231,54 @@ class Prefiller:
             plan, window = await self._finder.plan(job, verify=True)
         self.counts.hit_blocks += job.hit_blocks
         if plan.encoder_rows:
+            # Where a stored block was damaged these are more than before.
+            self.underway.claim(job.key, job.request.digests[job.hit_blocks :])
             pictures = await self._finder.pictures(job, plan)
+            job.rows_end, job.reached = plan.end, plan.start
             job.advance(JobEvent.STARTED)  # before the call: events may come before it returns
+            if job.rows_left <= self._settings.max_rows_per_step:
+                self._teller.near(job)
             await self._driver.call(self._engine.start, job.key, plan, window, pictures)
             await self._produce(job, plan)
         else:
             job.advance(JobEvent.ALL_STORED)
+        self.underway.ended(job.key)
+        self._teller.near(job)
         run_s = self._clock.now_s() - begun_s
         self.counts.encoder_rows += job.encoder_rows
         hit_tokens = job.hit_blocks * GRAIN
-        done = PrefillDone(job.key, job.encoder_rows, hit_tokens, run_s, job.decoder_rows)
-        await job.decode.link.send(done)
-        job.advance(JobEvent.ALL_TOLD)
-        job.router.post(done)
+        job.advance(JobEvent.ALL_SEALED)
+        job.product.add(PrefillDone(job.key, job.encoder_rows, hit_tokens, run_s, job.decoder_rows))
+        await self._give_room(job)  # only leases are held from here on
+        await job.acknowledged.wait()
         self._close_later(job)
+
+    async def _find(self, job: Job) -> RowPlan:
+        """What is stored, after waiting for blocks that another job is computing."""
+        digests = job.request.digests
+        while self._wait_factor and (block := block_to_await(digests, self.underway.computers)):
+            bound_s = self._wait_bound_s(job)
+            job.advance(JobEvent.UNDERWAY)
+            self.counts.awaited += 1
+            there = await self.underway.wait(block, bound_s)
+            job.advance(JobEvent.LOOK_AGAIN)
+            if not there:
+                self.counts.wait_ended += 1
+                break
+        self.underway.claim(job.key, digests)
+        await self._finder.open_stored(job)
+        self.underway.sealed(job.key, digests[: job.hit_blocks])
+        plan, _ = await self._finder.plan(job, verify=False)
+        self._sealer.tell_stored(job)
+        return plan
+
+    def _wait_bound_s(self, job: Job) -> float:
+        """By all rows that are before the engine, of whichever job: it runs them side by side."""
+        stats = self._driver.stats
+        others = (other for other in self.jobs.values() if other is not job)
+        rows = sum(o.rows_to_come for o in others if o.state is not JobState.PENDING)
+        rows += stats.backlog_rows
+        return wait_bound_s(rows, stats.rows_per_s, self._wait_factor, self._leases.handoff_s)
 
     async def _admit(self, job: Job) -> Admission:
         """Wait for room behind all who came earlier. Raises `InvalidRequest` if it never fits."""
@@ -257,8 +297,8 @@ class Prefiller:
     # ---- products --------------------------------------------------------------------------
 
     async def _produce(self, job: Job, plan: RowPlan) -> None:
-        """Seal and announce until the rows are done and all is told, or the store takes no more:
-        then decode computes the rest, since blocks behind a gap are of no use to it."""
+        """Seal until the rows are done and all is sealed, or the store takes no more: then decode
+        computes the rest, since blocks behind a gap are of no use to it."""
         reached = plan.start
         while True:
             events = [await job.events.get()]
@@ -270,14 +310,17 @@ class Prefiller:
                 self.counts.cut_short += 1
                 if job.step(JobEvent.CUT_SHORT):
                     job.encoder_rows = reached - plan.start
-                    await self._driver.call(self._engine.release, job.key)
-                    self._room.set()
+                    await self._give_room(job)
                 return
             if blocks:
                 reached = (blocks[-1].index + 1) * GRAIN
             for event in events:
                 if isinstance(event, WindowDone):
                     await self._sealer.window(job, event)
+            # After the records of the same rows. Who waits for the last block wants all of them,
+            # and is woken when the job has nothing more to seal.
+            whole = [block for block in blocks if block.index + 1 < len(job.request.digests)]
+            self.underway.sealed(job.key, [block.digest for block in whole])
             if any(isinstance(event, RowsDone | TokenSampled) for event in events):
                 break
         if job.first_token_id is not None:
@@ -296,34 +339,41 @@ class Prefiller:
             retryable = isinstance(error, _RETRYABLE)
             failed = JobFailed(job.key, error.code, error.message, retryable)
             job.router.post(failed)
-            if job.decode is not None:
-                job.decode.post(failed)
+            peer, key = job.binding.peer, job.binding.decode_key
+            if peer is not None and key is not None:
+                peer.post(replace(failed, key=key))
         self._close_later(job)
 
     def _close_later(self, job: Job) -> None:
         self._attempts.close(job.key)
+        job.binding.stop()
+        self.underway.ended(job.key)
         closing = asyncio.create_task(self._close(job), name=f"close {job.key}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
     async def _close(self, job: Job) -> None:
-        """Give back what the job holds. The leases of a finished hand-off are decode's to end."""
+        """Give back what the job holds. What is sealed stays in the store, for whoever finds it."""
         assert job.task is not None
         while not job.task.done():
             # Again, because a cancellation can be lost on the way (seen: wait_for of Python 3.11).
             job.task.cancel()
             await asyncio.wait([job.task], timeout=0.05)
-        with contextlib.suppress(Unavailable):  # an engine that ended holds nothing
-            await self._driver.call(self._engine.release, job.key)
-        self._room.set()
-        if job.state is not JobState.DONE:
-            await self._stores.release(job.key)
+        self.underway.ended(job.key)  # once more: the task may have claimed on its last steps
+        await self._give_room(job)
+        await self._stores.release(job.key)
         del self.jobs[job.key]
         self._on_ended()
 
+    async def _give_room(self, job: Job) -> None:
+        """Give back engine blocks and slot. Idempotent."""
+        with contextlib.suppress(Unavailable):  # an engine that ended holds nothing
+            await self._driver.call(self._engine.release, job.key)
+        self._room.set()
+
     async def keep(self) -> None:
-        """Call every third of `handoff_s`: prolongs the leases of live jobs and tells decode that
-        they are alive, as long as the engine makes steps or has none to make."""
+        """Call every third of `handoff_s`: prolongs the leases of live jobs and says that they are
+        alive, as long as the engine makes steps or has none to make."""
         stats = self._driver.stats
         moving = stats.steps != self._steps_seen or stats.running == 0
         self._steps_seen = stats.steps
@@ -331,8 +381,8 @@ class Prefiller:
             if job.state in TERMINAL:
                 continue
             await self._stores.renew(job.key)
-            if moving and job.decode is not None and job.state not in TERMINAL:
-                job.decode.post(BlocksReady(job.key, 0, (), ()))
+            if job.state not in TERMINAL:
+                self._teller.keep(job, moving=moving)
 
     async def stop(self, reason: str) -> None:
         """End every job with a retryable failure and wait until all is given back."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from headrace.core.request import HandoffBind
 from headrace.core.rows import (
     GRAIN,
     Geometry,
@@ -77,9 +78,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes. `prefill` is None when decode runs all rows itself."""
+    """Where a request goes. `prefill` is None when decode runs all rows itself, `decode` when it is
+    chosen later, for what prefill has made by then."""
 
-    decode: Choice
+    decode: Choice | None
     prefill: Choice | None
     work: Work
     why: str
@@ -150,13 +152,23 @@ def choose_decode(
 
 
 def choose_prefill(
-    candidates: Sequence[Candidate], work: Work, start_rows_per_s: float, turn: int
+    candidates: Sequence[Candidate],
+    work: Work,
+    start_rows_per_s: float,
+    turn: int,
+    queue_ahead: int | None = None,
 ) -> Choice | None:
-    """The prefill replica that is predicted to be done first; None without candidates.
+    """The prefill replica that is predicted to be done first; None without candidates, or when each
+    has `queue_ahead` jobs beyond its state slots.
 
     Scores within 2 ms or 2 % of the best are a tie: fewer resident tokens, then rotation."""
     scored: list[tuple[float, Candidate]] = []
     for candidate in candidates:
+        full = queue_ahead is not None and (
+            candidate.load.requests >= candidate.n_slots + queue_ahead
+        )
+        if full:
+            continue
         rate = candidate.load.rows_per_s or start_rows_per_s
         backlog_ms = candidate.load.backlog_rows / rate * 1e3
         scored.append((backlog_ms + prefill_ms(work, rate), candidate))
@@ -186,19 +198,24 @@ def route(
     decodes: Sequence[Candidate],
     prefills: Sequence[Candidate],
     *,
+    bind: HandoffBind,
     queue_ahead: int,
     start_rows_per_s: float,
     turn: int,
 ) -> Route | None:
-    """The whole choice; None when no decode replica has room. Without a prefill replica a request
-    that would want one runs on decode alone."""
+    """The whole choice; None when no replica of the pool that comes first has room: prefill where
+    decode is bound late, decode otherwise. Without a prefill replica a request that would want one
+    runs on decode alone."""
+    rows = f"{work.plan.encoder_rows} rows, hit {work.hit_tokens} of {work.n_tokens}"
+    if bind is HandoffBind.LATE and work.wants_prefill and prefills:
+        prefill = choose_prefill(prefills, work, start_rows_per_s, turn, queue_ahead)
+        return Route(None, prefill, work, f"{rows}; {prefill.why}") if prefill else None
     decode = choose_decode(decodes, work.resident_tokens, queue_ahead, turn)
     if decode is None:
         return None
     prefill = None
     if work.wants_prefill:
         prefill = choose_prefill(prefills, work, start_rows_per_s, turn)
-    rows = f"{work.plan.encoder_rows} rows, hit {work.hit_tokens} of {work.n_tokens}"
     where = prefill.why if prefill is not None else "local"
     if work.wants_prefill and prefill is None:
         where = "local, no prefill replica"

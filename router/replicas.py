@@ -16,7 +16,15 @@ from headrace.core.card import Member, ModelCard, Role, VisionCard
 from headrace.core.clock import SYSTEM_CLOCK, Clock
 from headrace.core.errors import HeadraceError, WireError
 from headrace.core.limits import LeaseTimes, WireLimits
-from headrace.core.messages import Hello, JobFailed, LoadReport, PrefillDone, TokenBatch, VisionDone
+from headrace.core.messages import (
+    Hello,
+    JobFailed,
+    LoadReport,
+    PrefillDone,
+    PrefillProgress,
+    TokenBatch,
+    VisionDone,
+)
 from headrace.core.peers import NO_JOB, Peer, introduce
 from headrace.core.rows import GRAIN
 from headrace.core.states import REPLICA_TABLE, ReplicaEvent, ReplicaState
@@ -34,6 +42,7 @@ class Sink(Protocol):
     """Who hears of what replicas say. Called on the loop's thread; must not wait."""
 
     def on_tokens(self, replica: Replica, batch: TokenBatch) -> None: ...
+    def on_prefill_progress(self, replica: Replica, message: PrefillProgress) -> None: ...
     def on_prefill_done(self, replica: Replica, message: PrefillDone) -> None: ...
     def on_vision_done(self, replica: Replica, message: VisionDone) -> None: ...
     def on_failed(self, replica: Replica, message: JobFailed) -> None: ...
@@ -307,6 +316,8 @@ class Replicas:
                 held_blocks = max(0, replica.member.n_blocks - message.free_blocks)
                 self._ledger.report(replica.key, message, held_blocks * GRAIN)
                 self._sink.on_load()
+            case PrefillProgress():
+                self._sink.on_prefill_progress(replica, message)
             case PrefillDone():
                 self._sink.on_prefill_done(replica, message)
             case VisionDone():

@@ -1,11 +1,14 @@
 """One request from acceptance to its one terminal event, over as many attempts as it takes.
 
-    accept -> [queue for room] -> dispatch (epoch 0) -> tokens ... -> end
-                                   ^  replica lost or gave up
-                                   +--- withdraw old epoch, next epoch, other replica
+    accept -> [queue for room] -> dispatch -> [prefill -> bind] -> tokens ... -> end
+                                   ^               ^  decode lost before its first token: rebind
+                                   |  replica lost or gave up
+                                   +--- withdraw, next epoch, other replica
 
-An attempt that follows on tokens *resumes*: it is given them, draws the same as the lost one would
-have drawn, and its first token is the one after them. So nothing that a client got is void.
+A request that prefill runs gets its decode replica when prefill asks for it. If that one is lost
+before its first token, another is bound to the same prefill under the next epoch, and no row runs
+twice. An attempt that follows on tokens *resumes*: it is given them, draws the same as the lost one
+would have drawn, and its first token is the one after them. So nothing that a client got is void.
 
 A ticket owns all a request holds in the router: its charges in the ledger, its jobs at replicas.
 `end` releases both, once, whatever the way: finish, error, client gone.
@@ -17,10 +20,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headrace.core import faults
 from headrace.core.card import ModelCard
 from headrace.core.chain import as_token_ids
 from headrace.core.clock import SYSTEM_CLOCK
@@ -29,29 +30,22 @@ from headrace.core.errors import (
     HeadraceError,
     PicturesMissing,
     ReplicaLost,
-    Unavailable,
 )
 from headrace.core.ids import Digest, JobKey
-from headrace.core.messages import (
-    Cancel,
-    DecodeJob,
-    PrefillDone,
-    PrefillJob,
-    StageTimes,
-    TokenItem,
-)
+from headrace.core.messages import PrefillDone, PrefillProgress, StageTimes, TokenItem
 from headrace.core.records import RequestRecord
 from headrace.core.request import FinishReason, GenRequest
 from headrace.core.states import (
     REQUEST_TABLE,
     TERMINAL_REQUEST_STATES,
+    UNSENT_REQUEST_STATES,
     RequestEvent,
     RequestState,
 )
 from headrace.router.accounts import note_decode, note_prefill
-from headrace.router.ledger import Charge
+from headrace.router.attempt import Attempt
+from headrace.router.dispatch import Dispatch
 from headrace.router.pieces import Arrival, Piece, Trouble
-from headrace.router.policy import Route, Work
 from headrace.router.replicas import Replica
 from headrace.router.sight import Sight
 
@@ -80,35 +74,42 @@ class Ticket:
         self.sight = Sight(desk, request, files, record)
         self._desk = desk
         self._base = request
-        self._card = card
         self.record = record
         self.state = RequestState.ACCEPTED
-        self.epoch = 0
-        self.decode: Replica | None = None
-        self.prefill: Replica | None = None
         self.times: StageTimes | None = None
-        self.prefill_report: PrefillDone | None = None
-        self._work: Work | None = None
         self._loop = asyncio.get_running_loop()
         self._arrived_s = arrived_s
         self._deadline_s = self._loop.time() + request.deadline_s
-        self._charges: list[Charge] = []
-        self._avoid: set[str] = set()
         self._received = as_token_ids(())  # the answer's tokens so far, over all attempts
         self._resumed_at = 0  # how many of them this attempt was given
         self._barren = 0  # attempts in a row that gave no token
-        self._ran_on: set[str] = set()  # replicas that ran it since its last token
-        self._crashes = 0  # how many of those were lost
+        self._crashes = 0  # how many replicas were lost in a row while they ran it
         self._cached: int | None = None  # `cached_tokens` as of the first resume
         self._given = False  # whether a piece with tokens was given in this attempt
         self._decode_done = False
         self._inbox: deque[Arrival] = deque()
         self._arrived = asyncio.Event()
-        self._dispatching: asyncio.Task[None] | None = None
+        self._dispatch = Dispatch(
+            desk, request, card, record, self.sight, self._deadline_s, self._step, self.trouble
+        )
 
     @property
     def key(self) -> JobKey:
-        return JobKey(self._base.request_id, self.epoch)
+        """The newest; an attempt's replicas may have older ones."""
+        return self._dispatch.key
+
+    @property
+    def epoch(self) -> int:
+        return self._dispatch.epoch
+
+    @property
+    def attempt(self) -> Attempt | None:
+        return self._dispatch.attempt
+
+    @property
+    def _begun(self) -> bool:
+        """Whether this attempt gave tokens: its decode has all it needs."""
+        return len(self._received) > self._resumed_at
 
     @property
     def cached_tokens(self) -> int:
@@ -116,11 +117,13 @@ class Ticket:
         stored, or decode where none took part, or the index's word when decode has not spoken."""
         if self._cached is not None:
             return self._cached  # later attempts find what earlier ones computed
-        if self.prefill is not None:
-            return self.prefill_report.hit_tokens if self.prefill_report else 0
+        attempt = self.attempt
+        if attempt is not None and attempt.prefill is not None:
+            return attempt.report.hit_tokens if attempt.report else 0
         if self.times is not None:
             return min(self.times.hit_tokens, self._base.n_tokens)
-        return self._work.hit_tokens if self._work else 0
+        work = self._dispatch.work
+        return work.hit_tokens if work else 0
 
     async def next(self, wait_s: float) -> Piece:
         """The next piece; an empty one when nothing came within `wait_s`. Starts and repeats
@@ -128,8 +131,8 @@ class Ticket:
 
         Raises `DeadlineExceeded` at the request's deadline, and the attempt's error when it cannot
         be repeated."""
-        if self._dispatching is None:
-            self._dispatching = asyncio.create_task(self._dispatch())
+        if not self._dispatch.begun:
+            self._dispatch.begin(self._received[:0])
         give_up_s = min(self._loop.time() + wait_s, self._deadline_s)
         while True:
             if not await self._wait_until(give_up_s, lambda: bool(self._inbox)):
@@ -144,10 +147,11 @@ class Ticket:
             if self._again(arrival):
                 return Piece(restart=True)
         arrival = self._join_waiting(arrival)
-        if arrival.finish is not None and self.prefill is not None:
+        attempt = self.attempt
+        if arrival.finish is not None and attempt is not None and attempt.prefill is not None:
             # Its counts come over another socket and may be a moment later than the last token.
             until_s = self._loop.time() + PREFILL_REPORT_S
-            await self._wait_until(until_s, lambda: self.prefill_report is not None)
+            await self._wait_until(until_s, lambda: attempt.report is not None)
         self._given = self._given or bool(arrival.token_ids)
         return arrival
 
@@ -175,8 +179,7 @@ class Ticket:
         if self.state in TERMINAL_REQUEST_STATES:
             return
         self._step(event)
-        if self._dispatching is not None:
-            self._dispatching.cancel()
+        self._dispatch.cancel()
         self._withdraw("ended" if event is RequestEvent.FINISH else finish)
         self._fill_record(finish)
         self._desk.close(self)
@@ -190,7 +193,8 @@ class Ticket:
         seen = len(self._received) - item.first_index
         if seen < 0:
             lost = ReplicaLost(f"{-seen} tokens before token {item.first_index} did not arrive")
-            self.trouble(lost, retryable=True, replica=self.decode)
+            decode = self.attempt.decode if self.attempt is not None else None
+            self.trouble(lost, retryable=True, replica=decode)
             return True
         token_ids = item.token_ids[seen:]
         if not token_ids and item.finish is None:
@@ -198,37 +202,53 @@ class Ticket:
         self._received.extend(token_ids)
         if token_ids:
             self._barren = self._crashes = 0
-            self._ran_on = {self.decode.key} if self.decode is not None else set()
+            decode = self.attempt.decode if self.attempt is not None else None
+            self._dispatch.ran_on = {decode.key} if decode is not None else set()
         if item.finish is not None:
             self._decode_done = True
             self.times = item.times
-            self._release()
+            if self.attempt is not None:
+                self.attempt.release()
+            self._desk.rooms.kick()
             if token_ids and token_ids[-1] in self._base.stop_token_ids:
                 token_ids = token_ids[:-1]  # it ended the sequence and is no text
         self._put(Piece(token_ids, item.finish))
         return True
 
+    def prefill_progress(self, message: PrefillProgress) -> bool:
+        """A word of prefill, which may ask for a decode replica; False when it is needed no
+        more."""
+        if self.attempt is None or self._begun or self._decode_done:
+            return False
+        self.attempt.heard.set()
+        if message.wanted:
+            self._step(RequestEvent.DECODE_WANTED)
+            if not self.attempt.say_bind():
+                self.attempt.wanted.set()
+        return True
+
     def prefill_done(self, message: PrefillDone) -> None:
-        self.prefill_report = message
+        """The bound decode replica was told everything."""
+        assert self.attempt is not None
+        self.attempt.done(message)
         self._step(RequestEvent.PREFILL_DONE)
-        for charge in self._charges:
-            if self.prefill is not None and charge.replica == self.prefill.key:
-                self._desk.ledger.close(charge)
+        self._desk.rooms.kick()
         self._arrived.set()
 
     def note_lost(self, replica: Replica) -> None:
         """A replica is gone. If it ran this request, whatever attempt that was, the request may be
         what killed it; a token shows that it got past that point."""
-        if replica.key in self._ran_on:
-            self._ran_on.discard(replica.key)
+        if replica.key in self._dispatch.ran_on:
+            self._dispatch.ran_on.discard(replica.key)
             self._crashes += 1
 
     def trouble(self, error: HeadraceError, *, retryable: bool, replica: Replica | None) -> bool:
         """A replica gave the attempt up or is gone; False when that no longer matters."""
         if self._decode_done:
             return False
-        ready = len(self._received) > self._resumed_at or self.prefill_report is not None
-        if replica is not None and replica is self.prefill and ready:
+        attempt = self.attempt
+        prefills = replica is not None and attempt is not None and replica is attempt.prefill
+        if prefills and attempt is not None and (self._begun or attempt.told):
             return False  # decode has all it needs
         self._put(Trouble(error, retryable, replica.key if replica is not None else ""))
         return True
@@ -238,66 +258,6 @@ class Ticket:
         self._put(Trouble(error, retryable=False))
 
     # Attempts.
-
-    async def _dispatch(self) -> None:
-        """One attempt: look up, choose (waiting for room if need be), count, send."""
-        try:
-            begun_s = SYSTEM_CLOCK.now_s()
-            work, route = await self._desk.find_room(
-                self._base, self._received, self._avoid, again=self.epoch > 0
-            )
-            self.record.stage("queue_s", SYSTEM_CLOCK.now_s() - begun_s)
-            if self._desk.card() != self._card:  # its digests would name another model's bytes
-                raise Unavailable("the model that this request was made for is served no more")
-            self._work = work
-            self._commit(route)
-            await self.sight.ready(self.key, work, handed_off=self.prefill is not None)
-            await self._send()
-        except HeadraceError as error:
-            self._put(Trouble(error, retryable=False))
-        except ConnectionError:
-            lost = self.decode
-            if lost is not None and lost.linked:
-                lost = self.prefill
-            name = lost.name if lost is not None else "a replica"
-            self.trouble(ReplicaLost(f"{name} was lost"), retryable=True, replica=lost)
-        except Exception:
-            log.exception("dispatch of %s failed", self.key)
-            self._put(Trouble(HeadraceError("internal error"), retryable=False))
-
-    def _commit(self, route: Route) -> None:
-        self.decode = self._desk.replica(route.decode.key)
-        self.prefill = self._desk.replica(route.prefill.key) if route.prefill else None
-        self._ran_on |= {r.key for r in (self.decode, self.prefill) if r is not None}
-        work, ledger = route.work, self._desk.ledger
-        rows = work.plan.encoder_rows
-        if self.prefill is not None:
-            prefill_rows = work.prefill_plan.encoder_rows
-            self._charges.append(ledger.open(self.prefill.key, prefill_rows, work.n_tokens))
-            rows = min(rows, self._base.keep_tokens + 127)
-        self._charges.append(ledger.open(self.decode.key, rows, work.resident_tokens))
-        self._step(RequestEvent.SENT_TO_PREFILL if self.prefill else RequestEvent.SENT_TO_DECODE)
-        self.record.attempts += 1
-        self.record.epoch = self.epoch
-        self.record.why = route.why
-        self.record.decode = self.decode.name
-        self.record.prefill = self.prefill.name if self.prefill is not None else ""
-
-    async def _send(self) -> None:
-        assert self.decode is not None
-        left_s = min(self._base.deadline_s, max(0.001, self._deadline_s - self._loop.time()))
-        request = replace(self._base, epoch=self.epoch, deadline_s=left_s)
-        number = {charge.replica: charge.dispatch for charge in self._charges}
-        name = self.prefill.name if self.prefill is not None else ""
-        known = self._received[: self._resumed_at]
-        job = DecodeJob(request, known, bool(name), name, number[self.decode.key])
-        action = faults.hit("router.dispatch")
-        for _ in range({"drop": 0, "duplicate": 2}.get(action or "", 1)):
-            await self.decode.send(job)
-            if self.prefill is not None:
-                address = self.decode.member.address
-                dispatch = number[self.prefill.key]
-                await self.prefill.send(PrefillJob(request, address, self.decode.name, dispatch))
 
     def _again(self, trouble: Trouble) -> bool:
         """Begin another attempt, or raise the error of the failed one. Returns whether tokens of
@@ -316,11 +276,13 @@ class Ticket:
         if isinstance(trouble.error, PicturesMissing):
             self.sight.distrust()
         elif trouble.replica:
-            self._avoid.add(trouble.replica)
-        if self._dispatching is not None:
-            self._dispatching.cancel()
-        self._withdraw("another attempt")
+            self._dispatch.avoid.add(trouble.replica)
         self._barren += 1
+        self._dispatch.epoch += 1
+        if (attempt := self._to_rebind(trouble)) is not None:
+            self._rebind(attempt, trouble)
+            return False
+        self._withdraw("another attempt")
         voided = False
         if resume:
             self._cached = self.cached_tokens
@@ -330,15 +292,34 @@ class Ticket:
             self._step(RequestEvent.RETRY)
             self._received = as_token_ids(())
             voided, self._given = self._given, False
-        self.epoch += 1
-        self.decode = self.prefill = None
-        self.prefill_report = self.times = None
+        self.times = None
         self._resumed_at = len(self._received)
         # Tokens that came behind the trouble count as received, so they stay.
         waiting = [arrival for arrival in self._inbox if isinstance(arrival, Piece) and resume]
         self._inbox = deque(waiting)
-        self._dispatching = asyncio.create_task(self._dispatch())
+        self._dispatch.begin(self._received[:])
         return voided
+
+    def _to_rebind(self, trouble: Trouble) -> Attempt | None:
+        """The attempt, if its decode was lost before it gave a token and its prefill was not."""
+        attempt = self.attempt
+        if attempt is None or attempt.decode is None or attempt.prefill is None:
+            return None
+        kept = attempt.prefill_sent and attempt.prefill.linked
+        kept = kept and trouble.replica == attempt.decode.key
+        kept = kept and not self._begun and not isinstance(trouble.error, PicturesMissing)
+        return attempt if kept else None
+
+    def _rebind(self, attempt: Attempt, trouble: Trouble) -> None:
+        """Another decode replica for the same prefill, under this epoch."""
+        self._step(RequestEvent.REBIND)
+        # More of the same loss means nothing any more; what concerns prefill does.
+        self._inbox = deque(
+            arrival
+            for arrival in self._inbox
+            if not isinstance(arrival, Trouble) or arrival.replica != trouble.replica
+        )
+        self._dispatch.rebind(attempt)
 
     def _may_repeat(self, resume: bool) -> bool:
         """Whether a further attempt is allowed. One that follows on progress costs no budget: the
@@ -347,27 +328,19 @@ class Ticket:
             allowed = self._barren < self._desk.retries or not self._barren
             allowed = allowed and self.record.resumes < self._desk.resumes
         else:
-            before = (RequestState.PREFILLING, RequestState.DECODING)
-            allowed = self.state in before and self.record.attempts <= self._desk.retries
-        progress = len(self._received) > self._resumed_at
-        return allowed and ((resume and progress) or self._desk.take_retry())
+            allowed = (
+                self.state in UNSENT_REQUEST_STATES and self.record.attempts <= self._desk.retries
+            )
+        return allowed and ((resume and self._begun) or self._desk.take_retry())
 
     def _withdraw(self, reason: str) -> None:
         """Tell every replica that may still hold something for this attempt, and release it."""
-        finished = self.state is RequestState.FINISHED
-        if self.decode is not None and not (finished and self._decode_done):
-            self.decode.post(Cancel(self.key, reason))
-        if self.prefill is not None and not (finished and self.prefill_report is not None):
-            self.prefill.post(Cancel(self.key, reason))
-        self.sight.withdraw(self.key, reason)
-        self._release()
-
-    def _release(self) -> None:
-        charges, self._charges = self._charges, []
-        for charge in charges:
-            self._desk.ledger.close(charge)
-        if charges:
-            self._desk.kick()
+        finished = self.state is RequestState.FINISHED and self._decode_done
+        if self.attempt is not None:
+            begun = self._begun or finished
+            self.attempt.withdraw(reason, begun=begun, finished=finished)
+            self._desk.rooms.kick()
+        self.sight.withdraw(reason)
 
     async def _wait_until(self, until_s: float, condition: Callable[[], bool]) -> bool:
         """Whether `condition` came true by `until_s` (of the loop); looked at on every arrival."""
@@ -392,7 +365,8 @@ class Ticket:
         record.finish = finish
         record.cached_tokens = self.cached_tokens
         record.stage("total_s", SYSTEM_CLOCK.now_s() - self._arrived_s)
-        note_prefill(record, self.prefill_report)
+        note_prefill(record, self.attempt.report if self.attempt is not None else None)
         if self.times is not None:
-            tiers = self._work.hit_tiers if self._work is not None else {}
+            work = self._dispatch.work
+            tiers = work.hit_tiers if work is not None else {}
             note_decode(record, self._base, self.times, tiers)

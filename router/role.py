@@ -199,7 +199,7 @@ class RouterProcess:
         yield gauge(Metric.REPLICA_FREE_BLOCKS, "as last reported", each, free)
         yield gauge(Metric.REPLICA_PARKED, "gave way, as last reported", each, parked)
         yield gauge(Metric.RESIDENT_TOKENS, "as last reported", each, resident)
-        yield count(Metric.ROUTED, "dispatches", (*each, "reason"), desk.routed)
+        yield count(Metric.ROUTED, "dispatches", (*each, "reason"), desk.rooms.routed)
         yield count(Metric.RETRIES, "further attempts", (), {(): desk.retried})
         late: dict[tuple[str, ...], float] = {(kind,): n for kind, n in desk.late.items()}
         yield count(Metric.LATE_MESSAGES, "of attempts that had ended", ("kind",), late)

@@ -68,23 +68,26 @@ class Sight:
         self._record = record
         self._waits: dict[tuple[str, Digest], asyncio.Future[VisionDone]] = {}
         self._asked: dict[str, Replica] = {}
+        self._key: JobKey | None = None  # under which they were asked
         self._distrust = False  # a replica missed what the index lists
         record.pictures = len(request.images)
 
-    async def ready(self, key: JobKey, work: Work, *, handed_off: bool) -> None:
-        """Return when every object that the attempt `key` needs is there, as far as is known.
+    async def ready(self, key: JobKey, work: Work, *, handed_off: bool) -> bool:
+        """Return when every object that the attempt needs is there, as far as is known; whether
+        vision was asked, under `key`, which is its own then.
 
         Raises the picture's own error, or `Unavailable`, `Overloaded` or `ReplicaLost` when no
         vision replica could make it."""
         spans = spans_needed(self._request, work, handed_off=handed_off)
         needed = {span.digest: span for span in spans}
         if not needed:
-            return
+            return False
         begun_s = SYSTEM_CLOCK.now_s()
         known: frozenset[Digest] = frozenset()
         if not self._distrust:
             known = await self._desk.pictures_present(tuple(needed))
         missing = [span for digest, span in needed.items() if digest not in known]
+        self._key = key
         tasks = [asyncio.create_task(self._have(key, span)) for span in missing]
         try:
             await asyncio.gather(*tasks)
@@ -92,6 +95,7 @@ class Sight:
             for task in tasks:
                 task.cancel()
             self._record.stage("vision_s", SYSTEM_CLOCK.now_s() - begun_s)
+        return bool(missing)
 
     def distrust(self) -> None:
         """Objects are missing that the index lists: from now on vision is asked for each."""
@@ -153,26 +157,29 @@ class Sight:
             self._waits.pop(place, None)
             self._desk.ledger.close(charge)
 
-    # What vision replicas say, by way of the desk. The key is known to be the current one.
+    # What vision replicas say, by way of the desk.
 
     def done(self, replica: Replica, message: VisionDone) -> bool:
         """False when nobody waits for it."""
         future = self._waits.get((replica.key, message.digest))
-        if future is None or future.done():
+        if message.key != self._key or future is None or future.done():
             return False
         future.set_result(message)
         return True
 
-    def failed(self, replica: Replica, error: HeadraceError) -> bool:
-        """The replica gave up a picture of this request, or is gone; False when nobody waits. The
+    def failed(self, replica: Replica, error: HeadraceError, key: JobKey | None = None) -> bool:
+        """The replica gave up a picture of `key`, or is gone; False when nobody waits. The
         message does not say which picture: all that wait for this replica go elsewhere."""
+        if key is not None and key != self._key:
+            return False
         mine = [f for (name, _), f in self._waits.items() if name == replica.key and not f.done()]
         for future in mine:
             future.set_exception(error)
         return bool(mine)
 
-    def withdraw(self, key: JobKey, reason: str) -> None:
+    def withdraw(self, reason: str) -> None:
         """The attempt is over: whoever was asked lets its leases go."""
         asked, self._asked = self._asked, {}
         for replica in asked.values():
-            replica.post(Cancel(key, reason))
+            if self._key is not None:
+                replica.post(Cancel(self._key, reason))

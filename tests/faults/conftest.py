@@ -64,6 +64,7 @@ def samples() -> ModuleType:
 @pytest.fixture(scope="session")
 def model() -> SimpleNamespace:
     """`model.world` and `model.steps`: the hand-off as a world of single steps."""
+    beside("faults/model/prefilling.py")  # a part of the world, which imports it
     return SimpleNamespace(
         world=beside("faults/model/world.py"), steps=beside("faults/model/steps.py")
     )

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from headrace.core.chain import as_token_ids
 from headrace.core.ids import BootId, JobKey
 from headrace.core.limits import WireLimits
 from headrace.core.messages import (
+    BindDecode,
     Cancel,
     DecodeJob,
     Hello,
@@ -28,6 +29,7 @@ from headrace.core.messages import (
     LoadReport,
     PrefillDone,
     PrefillJob,
+    PrefillProgress,
     StageTimes,
     TokenBatch,
     TokenItem,
@@ -52,6 +54,7 @@ _beside("engines")
 
 TOKEN = "a token of tests, 32 characters.."
 GREEDY = Sampling()
+PREFILL_EPOCHS = 1000  # so that a test can name decode's epochs as it likes
 
 
 @pytest.fixture(scope="session")
@@ -131,9 +134,13 @@ def prompt() -> Callable[..., list[int]]:
 class Call:
     """One attempt of a request, as its router sees it."""
 
-    request: GenRequest
+    request: GenRequest  # decode's
     prefill: Peer | None
     decode: Peer
+    prefill_key: JobKey | None = None
+    decode_address: str = ""
+    job: DecodeJob | None = None
+    progress: list[PrefillProgress] = field(default_factory=list)
     offset: int = 0  # tokens that a former attempt generated
     token_ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -173,6 +180,7 @@ class RouterEnd:
         self._dispatch = 0
         self.to: dict[str, Peer] = {}
         self.calls: dict[JobKey, Call] = {}
+        self._of_prefill: dict[JobKey, tuple[Call, str]] = {}
         self.loads: dict[str, LoadReport] = {}
         self.frames: list[TokenBatch] = []
         self.stray: list[Any] = []
@@ -201,29 +209,60 @@ class RouterEnd:
         generated: Sequence[int] = (),
         decode_first: bool = True,
         prefill_name: str = "",
+        bind: str = "late",
     ) -> Call:
         """Dispatch one attempt; with `prefill` it waits for a hand-off. With `prefill_name` alone
-        decode is told of a prefill replica that this router does not speak to."""
-        call = Call(request, prefill, decode, len(generated))
+        decode is told of a prefill replica that this router does not speak to.
+
+        The two ends get an epoch each: decode the request's, prefill another one. `bind`: `late`
+        names decode when prefill asks, `early` at once, `never` leaves it to the test. Without
+        `decode_first` the job comes to decode after the announcements."""
+        epoch = PREFILL_EPOCHS + request.epoch
+        call = Call(request, prefill, decode, offset=len(generated))
         self.calls[call.key] = call
         name = prefill.name if prefill else prefill_name
         self._dispatch += 1
-        job = DecodeJob(request, as_token_ids(list(generated)), bool(name), name, self._dispatch)
-        if decode_first:
-            await decode.link.send(job)
-        if prefill is not None:
-            await prefill.link.send(
-                PrefillJob(request, decode_address, decode.name, self._dispatch)
-            )
+        call.decode_address = decode_address
+        call.job = DecodeJob(
+            call.request, as_token_ids(list(generated)), bool(name), name, self._dispatch
+        )
+        if prefill is None:
+            await decode.link.send(call.job)
+            return call
+        call.prefill_key = JobKey(request.request_id, epoch)
+        self._of_prefill[call.prefill_key] = call, bind
+        if bind == "early" and decode_first:
+            await decode.link.send(call.job)
+        await prefill.link.send(PrefillJob(replace(request, epoch=epoch), self._dispatch))
+        if bind == "early":
+            await prefill.link.send(self._bind_of(call))
         if not decode_first:
             await asyncio.sleep(0.3)
-            await decode.link.send(job)
+            await decode.link.send(call.job)
         return call
 
+    async def rebind(self, call: Call, decode: Peer, decode_address: str) -> Call:
+        """Bind another decode replica to the prefill of `call`, under the next epoch."""
+        assert call.job is not None and call.prefill is not None and call.prefill_key is not None
+        request = replace(call.request, epoch=call.request.epoch + 1)
+        other = Call(request, call.prefill, decode, call.prefill_key, decode_address)
+        other.job = replace(call.job, request=request)
+        self.calls[other.key] = other
+        self._of_prefill[call.prefill_key] = other, "late"
+        await decode.link.send(other.job)
+        await call.prefill.link.send(self._bind_of(other))
+        return other
+
+    @staticmethod
+    def _bind_of(call: Call) -> BindDecode:
+        assert call.prefill_key is not None
+        name = call.decode.name
+        return BindDecode(call.prefill_key, call.request.epoch, call.decode_address, name)
+
     async def cancel(self, call: Call) -> None:
-        for peer in filter(None, (call.prefill, call.decode)):
-            if not peer.link.closed:
-                await peer.link.send(Cancel(call.key, "test"))
+        for peer, key in ((call.prefill, call.prefill_key), (call.decode, call.key)):
+            if peer is not None and key is not None and not peer.link.closed:
+                await peer.link.send(Cancel(key, "test"))
         call.ended.set()
 
     async def _read(self, peer: Peer) -> None:
@@ -243,6 +282,16 @@ class RouterEnd:
             assert len(keys) == len(set(keys)), "two items of one sequence in a step"
             for item in message.items:
                 self._take_item(item)
+        elif isinstance(message, PrefillProgress) and message.key in self._of_prefill:
+            call, bind = self._of_prefill[message.key]
+            call.progress.append(message)
+            if message.wanted and bind == "late" and call.job is not None:
+                call.decode.post(call.job)
+                peer.post(self._bind_of(call))
+        elif isinstance(message, JobFailed) and message.key in self._of_prefill:
+            call, _ = self._of_prefill[message.key]
+            call.failures.append(message)
+            call.ended.set()
         elif isinstance(message, PrefillDone | JobFailed) and message.key in self.calls:
             call = self.calls[message.key]
             if isinstance(message, PrefillDone):

@@ -13,10 +13,17 @@ from headrace.core.errors import IllegalTransition
 from headrace.core.ids import Digest, RequestId
 from headrace.core.request import GenRequest, HandoffMode, Sampling
 from headrace.core.rows import Geometry, plan_prefill, record_position
-from headrace.prefill.jobs import JOB_TABLE, TERMINAL, JobEvent, JobState, window_candidates
+from headrace.prefill.jobs import (
+    JOB_TABLE,
+    NOT_ADMITTED,
+    TERMINAL,
+    JobEvent,
+    JobState,
+    window_candidates,
+)
 
 ROOT = Digest(hashlib.sha256(b"root of a test").digest())
-FROM_OUTSIDE = (JobEvent.AGAIN, JobEvent.CANCEL, JobEvent.DECODE_GONE, JobEvent.ACK)
+FROM_OUTSIDE = (JobEvent.AGAIN, JobEvent.CANCEL, JobEvent.ACK)
 FROM_THE_ENGINE = (JobEvent.PRODUCT, JobEvent.ROWS_DONE, JobEvent.ERROR)
 
 
@@ -51,20 +58,23 @@ def test_what_others_send_is_answered_in_every_state(state: JobState) -> None:
         JOB_TABLE.step(state, event)
     if state not in TERMINAL:
         assert JOB_TABLE.step(state, JobEvent.CANCEL).state is JobState.CANCELLED
-        assert JOB_TABLE.step(state, JobEvent.DECODE_GONE).state is JobState.FAILED
 
 
 @pytest.mark.parametrize("state", sorted(TERMINAL))
 def test_nothing_leaves_an_end_and_what_was_under_way_is_late(state: JobState) -> None:
     for event in JobEvent:
-        if event is JobEvent.ACK and state is JobState.DONE:
-            continue
         step = JOB_TABLE.step(state, event)
         assert step.ignored and step.state is state
 
 
+def test_only_what_is_sealed_to_the_end_can_be_acknowledged() -> None:
+    for state in JobState:
+        moved = not JOB_TABLE.step(state, JobEvent.ACK).ignored
+        assert moved == (state is JobState.HELD)
+
+
 def test_the_engine_cannot_speak_of_a_job_that_it_was_not_given() -> None:
-    for state in (JobState.FINDING, JobState.WAITING, JobState.FILLING):
+    for state in (*NOT_ADMITTED, JobState.FILLING):
         for event in (JobEvent.PRODUCT, JobEvent.ROWS_DONE):
             with pytest.raises(IllegalTransition):
                 JOB_TABLE.step(state, event)

@@ -23,6 +23,7 @@ import uvloop
 from headrace.core.card import Member, Role
 from headrace.core.deployment import Deployment
 from headrace.core.limits import EdgeLimits, LeaseTimes
+from headrace.core.request import HandoffBind
 from headrace.core.role import RoleSettings
 from headrace.kvstore import MemberBoard, embedded_valkey
 from headrace.router.keys import ApiKey
@@ -238,6 +239,7 @@ async def running_rig(
     prefills: int = 0,
     edge: EdgeLimits | None = None,
     local_prefill_rows: int = 512,
+    bind: str = "late",
     member_s: float = 5.0,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
@@ -246,6 +248,7 @@ async def running_rig(
         leases=LeaseTimes(member_s=member_s, member_beat_s=0.2, member_poll_s=0.02),
         edge=edge or EdgeLimits(),
         local_prefill_rows=local_prefill_rows,
+        handoff_bind=HandoffBind(bind),
     )
     values: dict[str, Any] = {"port": 0, "drain_s": 0.2, "model_aliases": ("alias",)} | settings
     router = RouterSettings(

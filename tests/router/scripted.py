@@ -14,20 +14,23 @@ from typing import Any
 from headrace.core.card import Member, ModelCard, Role
 from headrace.core.ids import BootId, JobKey, new_boot_id
 from headrace.core.messages import (
+    BindDecode,
     Cancel,
     DecodeJob,
     Drain,
+    HandoffAck,
     Hello,
     JobFailed,
     LoadReport,
     PrefillDone,
     PrefillJob,
+    PrefillProgress,
     StageTimes,
     TokenBatch,
     TokenItem,
 )
 from headrace.core.peers import Peer, PeerServer, introduce
-from headrace.core.request import FinishReason
+from headrace.core.request import FinishReason, HandoffBind
 from headrace.core.states import ReplicaState
 from headrace.kvstore import Beat
 
@@ -52,7 +55,8 @@ CARD = ModelCard(
 @dataclass
 class Script:
     """What a scripted replica does with a job. `token_ids` None: the reference text's, cut to
-    max_tokens. `gate`: waits before each token (decode) or before being done (prefill)."""
+    max_tokens. `gate`: waits before each token (decode), or before asking for a decode replica (0)
+    and before being done (1) (prefill)."""
 
     token_ids: Sequence[int] | None = None
     gate: Callable[[int], asyncio.Event | None] = lambda index: None
@@ -81,17 +85,21 @@ class ScriptedReplica:
         self.script = Script()
         self.jobs: list[DecodeJob | PrefillJob] = []
         self.cancels: list[Cancel] = []
+        self.binds: list[BindDecode] = []
         self.running: dict[JobKey, asyncio.Task[None]] = {}
         self.state = ReplicaState.READY
         self.address = ""
         self.n_blocks, self.n_slots = 64, 8
         self._prefilled: dict[JobKey, asyncio.Event] = {}
+        self._sources: dict[JobKey, Peer] = {}
+        self._bound: dict[JobKey, asyncio.Queue[BindDecode]] = {}
         handlers: dict[type[Any], Callable[[Peer, Any], None]] = {
             DecodeJob: self._on_job,
             PrefillJob: self._on_job,
+            BindDecode: self._on_bind,
             Cancel: self._on_cancel,
             Drain: lambda peer, message: None,
-            PrefillDone: lambda peer, message: self._done_event(message.key).set(),
+            PrefillDone: self._on_done,
         }
         limits = rig.deployment.wire
         self.server = PeerServer(self.hello, handlers, self._on_left, rig.token, limits)
@@ -170,10 +178,21 @@ class ScriptedReplica:
         if task is not None:
             task.cancel()
 
+    def _on_bind(self, peer: Peer, message: BindDecode) -> None:
+        self.binds.append(message)
+        self._binds_of(message.key).put_nowait(message)
+
+    def _binds_of(self, key: JobKey) -> asyncio.Queue[BindDecode]:
+        return self._bound.setdefault(key, asyncio.Queue())
+
     def _on_left(self, peer: Peer) -> None:
         if peer.hello.role is Role.ROUTER:
             for task in self.running.values():
                 task.cancel()
+
+    def _on_done(self, peer: Peer, message: PrefillDone) -> None:
+        self._sources[message.key] = peer
+        self._done_event(message.key).set()
 
     def _done_event(self, key: JobKey) -> asyncio.Event:
         return self._prefilled.setdefault(key, asyncio.Event())
@@ -196,6 +215,8 @@ class ScriptedReplica:
                 return
             some = tuple(ids[index : index + script.together])
             peer.post(TokenBatch((TokenItem(request.key, index, some, None, None),)))
+            if (source := self._sources.pop(request.key, None)) is not None:
+                source.post(HandoffAck(request.key))
             await asyncio.sleep(0)
         if (event := script.gate(len(ids))) is not None:
             await event.wait()
@@ -206,16 +227,43 @@ class ScriptedReplica:
         peer.post(TokenBatch((TokenItem(request.key, len(ids), end, finish, times),)))
 
     async def _prefill(self, peer: Peer, job: PrefillJob) -> None:
+        """Asks once unless bound early, then tells whoever is bound, until one acknowledges."""
         script, key = self.script, job.request.key
         if (event := script.gate(0)) is not None:
             await event.wait()
         if script.fail is not None:
             peer.post(replace(script.fail, key=key))
             return
-        done = PrefillDone(key, job.request.n_tokens - script.hit_tokens, script.hit_tokens, 0.25)
-        other = await introduce(
-            job.decode_address, self.hello(), self.rig.token, self.rig.deployment.wire
-        )
+        if self.rig.deployment.handoff_bind is HandoffBind.LATE:
+            peer.post(PrefillProgress(key, 0, wanted=True))
+        n_tokens, hit = job.request.n_tokens, script.hit_tokens
+        naming = asyncio.create_task(self._binds_of(key).get())
+        try:
+            while True:
+                bind = await naming
+                naming = asyncio.create_task(self._binds_of(key).get())
+                if (event := script.gate(1)) is not None:
+                    await event.wait()
+                done = PrefillDone(bind.decode_key, n_tokens - hit, hit, 0.25)
+                if await self._tell(bind.decode_address, done, peer, naming):
+                    return
+        finally:
+            naming.cancel()
+
+    async def _tell(
+        self, address: str, done: PrefillDone, router: Peer, naming: asyncio.Task[BindDecode]
+    ) -> bool:
+        """Whether the decode replica acknowledged; False when it is gone or another is bound."""
+        try:
+            other = await introduce(address, self.hello(), self.rig.token, self.rig.deployment.wire)
+        except ConnectionError:
+            return False
         await other.link.send(done)
-        peer.post(done)
-        await other.link.close()
+        router.post(done)
+        acknowledged = asyncio.create_task(other.link.receive())
+        try:
+            await asyncio.wait({acknowledged, naming}, return_when=asyncio.FIRST_COMPLETED)
+            return acknowledged.done() and isinstance(acknowledged.result(), HandoffAck)
+        finally:
+            acknowledged.cancel()
+            await other.link.close()

@@ -23,7 +23,8 @@ def long_body(**more: Any) -> dict[str, Any]:
     return {"model": "scripted", "prompt": LONG, "max_tokens": 64} | more
 
 
-STAGES = ("queued", "prefilling", "waiting for decode", "mid decode")
+STAGES = ("queued", "prefilling", "binding", "handing off", "waiting for decode", "mid decode")
+ONE_SIDED = ("prefilling", "binding")  # no decode replica knows of it
 
 
 async def test_a_client_that_leaves_while_its_text_is_encoded_reaches_no_replica(
@@ -59,28 +60,29 @@ async def test_a_client_that_leaves_while_its_text_is_encoded_reaches_no_replica
 async def test_a_client_that_leaves_is_cancelled_everywhere(
     rigs: Any, stage: str, streamed: bool
 ) -> None:
-    prefills = 1 if stage == "prefilling" else 0
-    slots = {"queue_ahead": 0} if stage == "queued" else {}
+    prefills = 1 if stage in ("prefilling", "binding", "handing off") else 0
+    full = stage in ("queued", "binding")
+    slots = {"queue_ahead": 0} if full else {}
     async with rigs(prefills=prefills, local_prefill_rows=0, **slots) as rig:
         decode = rig.decodes[0]
         _, decode.script.gate = rig.gate_at(3 if stage == "mid decode" else 0)
         fillers: list[asyncio.Task[Any]] = []
-        if stage == "queued":
+        if full:
             for _ in range(decode.n_slots):
                 fillers.append(asyncio.create_task(rig.client.post("/v1/completions", json=SHORT)))
             await rig.until(lambda: len(decode.running) == decode.n_slots)
-        if stage == "prefilling":
-            _, rig.prefills[0].script.gate = rig.gate_at(0)
+        if prefills:
+            _, rig.prefills[0].script.gate = rig.gate_at(0 if stage == "prefilling" else 1)
         body = long_body(stream=streamed)
         async with rig.new_client() as client:
             task = asyncio.create_task(client.post("/v1/completions", json=body))
-            if stage == "queued":
+            if full:
                 await rig.until(lambda: rig.router.desk.waiting_requests == 1)
-            else:
+            elif stage != "prefilling":
                 await rig.until(lambda: decode.running)
             if stage == "mid decode":
                 await asyncio.sleep(0.05)
-            if stage == "prefilling":
+            if prefills:
                 await rig.until(lambda: rig.prefills[0].running)
             task.cancel()
         for filler in fillers:
@@ -89,15 +91,17 @@ async def test_a_client_that_leaves_is_cancelled_everywhere(
         await rig.until(lambda: not decode.running)
         ended = [record["finish"] for record in rig.records()]
         assert ended == ["cancelled"] * (1 + len(fillers))
-        if stage == "queued":  # it was never given to anybody
-            assert len(decode.cancels) == len(decode.jobs) == len(fillers)
-            return
-        key = decode.jobs[0].request.key
-        assert [cancel.key for cancel in decode.cancels] == [key]
-        if stage == "prefilling":
-            assert isinstance(rig.prefills[0].jobs[0], PrefillJob)
-            assert [cancel.key for cancel in rig.prefills[0].cancels] == [key]
+        # Whoever was given it was told, and nobody else.
+        assert len(decode.cancels) == len(decode.jobs)
+        assert len(decode.jobs) == len(fillers) + (stage not in (*ONE_SIDED, "queued"))
+        if prefills:
+            (job,) = rig.prefills[0].jobs
+            assert isinstance(job, PrefillJob)
+            await rig.until(lambda: rig.prefills[0].cancels)
+            assert [cancel.key for cancel in rig.prefills[0].cancels] == [job.request.key]
             assert not rig.prefills[0].running
+        elif stage != "queued":
+            assert [cancel.key for cancel in decode.cancels] == [decode.jobs[0].request.key]
 
 
 async def test_the_deadline_is_a_504_or_an_error_event(rigs: Any) -> None:
@@ -111,6 +115,7 @@ async def test_the_deadline_is_a_504_or_an_error_event(rigs: Any) -> None:
         assert answer.status_code == 504  # nothing was streamed yet
         _, decode.script.gate = rig.gate_at(2)
         _, rest = await rig.read_stream(SHORT)
+        assert len(rest) == 1, rest
         (error,) = rest
         assert error["error"]["code"] == "deadline_exceeded"
         assert len(decode.cancels) == 3 and not decode.running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.core.request import HandoffBind
 from headrace.core.rows import Geometry
 from headrace.router.ledger import Load
 from headrace.router.policy import (
@@ -100,7 +101,7 @@ def test_prefill_ties_go_to_fewer_tokens_then_rotate() -> None:
 
 def test_the_whole_route_and_its_reasons() -> None:
     decodes, prefills = [candidate("d/1")], [candidate("p/1", rate=2000.0)]
-    options = {"queue_ahead": 4, "start_rows_per_s": 2000.0, "turn": 0}
+    options = {"queue_ahead": 4, "start_rows_per_s": 2000.0, "turn": 0, "bind": HandoffBind.EARLY}
     cold = route(work(4000), decodes, prefills, **options)
     assert cold is not None and cold.prefill is not None and cold.prefill.key == "p/1"
     assert cold.why.startswith("4000 rows, hit 0 of 4000; p/1: 1984 ms")
@@ -109,3 +110,18 @@ def test_the_whole_route_and_its_reasons() -> None:
     alone = route(work(4000), decodes, [], **options)
     assert alone is not None and alone.prefill is None and "no prefill replica" in alone.why
     assert route(work(4000), [], prefills, **options) is None
+
+
+def test_bound_late_prefill_is_chosen_alone_and_has_room_of_its_own() -> None:
+    options = {"queue_ahead": 4, "start_rows_per_s": 2000.0, "turn": 0, "bind": HandoffBind.LATE}
+    full, prefills = [candidate("d/1", 12)], [candidate("p/1", 11, rate=2000.0)]
+    found = route(work(4000), full, prefills, **options)
+    assert found is not None and found.decode is None
+    assert found.prefill is not None and found.prefill.key == "p/1"
+    # 8 slots and 4 ahead: the next one waits, whatever decode has free.
+    assert route(work(4000), [candidate("d/1")], [candidate("p/1", 12)], **options) is None
+    # What needs no prefill, or finds none, goes by the room on decode.
+    assert route(work(100), full, prefills, **options) is None
+    assert route(work(4000), full, [], **options) is None
+    local = route(work(4000), [candidate("d/1")], [], **options)
+    assert local is not None and local.decode is not None and local.prefill is None

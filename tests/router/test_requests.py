@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.core.card import Role
 from headrace.core.ids import JobKey
-from headrace.core.messages import JobFailed, PrefillDone, TokenItem
+from headrace.core.messages import JobFailed, PrefillDone, PrefillProgress, TokenItem
 from headrace.core.request import FinishReason
 
 REFERENCE = "The river runs to the mill, and the mill grinds.\n"
@@ -28,10 +28,12 @@ async def test_a_long_prompt_goes_through_prefill(rigs: Any) -> None:
         (prefill_job,) = rig.prefills[0].jobs
         (decode_job,) = rig.decodes[0].jobs + rig.decodes[1].jobs
         assert decode_job.await_prefill and decode_job.prefill_name == "prefill-0"
-        assert prefill_job.request.key == decode_job.request.key
+        # Each end has an epoch of its own; the bind names both.
+        assert (prefill_job.request.epoch, decode_job.request.epoch) == (0, 1)
+        (bind,) = rig.prefills[0].binds
+        assert (bind.key, bind.decode_key) == (prefill_job.request.key, decode_job.request.key)
         chosen = next(d for d in rig.decodes if d.jobs)
-        assert prefill_job.decode_address == chosen.address
-        assert prefill_job.decode_name == chosen.name
+        assert (bind.decode_address, bind.decode_name) == (chosen.address, chosen.name)
         # What prefill found stored is cached; what it has just computed is not.
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
         record = rig.records()[-1]
@@ -51,14 +53,14 @@ async def test_without_a_prefill_replica_decode_does_all(rigs: Any) -> None:
 
 async def test_a_lost_prefill_begins_again_under_a_new_epoch(rigs: Any) -> None:
     async with rigs(decodes=1, prefills=1, local_prefill_rows=0) as rig:
-        event, rig.prefills[0].script.gate = rig.gate_at(0)
+        event, rig.prefills[0].script.gate = rig.gate_at(1)
         task = asyncio.create_task(rig.read_stream(long_body()))
         await rig.until(lambda: rig.prefills[0].running and rig.decodes[0].running)
         await rig.prefills[0].die()
         assert await task == (REFERENCE, ["stop", "[DONE]"])
         first, second = rig.decodes[0].jobs
         assert first.request.request_id == second.request.request_id
-        assert (first.request.epoch, second.request.epoch) == (0, 1)
+        assert (first.request.epoch, second.request.epoch) == (1, 2)
         assert first.await_prefill and not second.await_prefill
         assert [cancel.key for cancel in rig.decodes[0].cancels] == [first.request.key]
         assert rig.records()[-1]["attempts"] == 2
@@ -73,7 +75,7 @@ async def test_a_prefill_that_gives_up_is_replaced_by_another(rigs: Any) -> None
         assert await task == (REFERENCE, ["stop", "[DONE]"])
         # Each was asked once, then decode did it alone.
         assert [len(prefill.jobs) for prefill in rig.prefills] == [1, 1]
-        assert [job.await_prefill for job in rig.decodes[0].jobs] == [True, True, False]
+        assert [job.await_prefill for job in rig.decodes[0].jobs] == [False]
         await rig.until(rig.nothing_held)
 
 
@@ -235,21 +237,34 @@ async def test_a_gap_in_the_tokens_is_another_attempt(rigs: Any) -> None:
         assert len(owner.cancels) == 1
 
 
-async def test_old_reports_of_prefill_are_ignored_and_counted(rigs: Any) -> None:
+async def test_old_words_of_prefill_are_ignored_and_counted(rigs: Any) -> None:
     async with rigs(prefills=1, local_prefill_rows=0) as rig:
         event, rig.decodes[0].script.gate = rig.gate_at(0)
         task = asyncio.create_task(rig.client.post("/v1/completions", json=long_body()))
         await rig.until(lambda: rig.decodes[0].running and rig.prefills[0].jobs)
-        key = rig.prefills[0].jobs[0].request.key
-        await rig.until(lambda: not rig.prefills[0].running)
+        key, bound = rig.prefills[0].jobs[0].request.key, rig.decodes[0].jobs[0].request.key
+        (ticket,) = rig.router.desk._live.values()
+        await rig.until(lambda: ticket.attempt.told)
         (peer,) = rig.prefills[0].server.routers()
         late = rig.router.desk.late
-        peer.post(PrefillDone(key, 1, 2, 0.0))  # twice
+        peer.post(PrefillDone(bound, 1, 2, 0.0))  # twice
+        peer.post(PrefillDone(key, 1, 2, 0.0))  # what is said of a hand-off names decode's attempt
         peer.post(PrefillDone(JobKey(key.request_id, 9), 1, 2, 0.0))
         peer.post(JobFailed(key, "replica_lost", "after being done", True))
+        peer.post(JobFailed(bound, "replica_lost", "the decode replica is lost", True))
         peer.post(JobFailed(JobKey(key.request_id, 9), "replica_lost", "other epoch", True))
-        await rig.until(lambda: (late["prefill_done"], late["job_failed"]) == (2, 2))
+        await rig.until(lambda: (late["prefill_done"], late["job_failed"]) == (3, 3))
+        # One that asks although it is needed no more is told so; one that was bound, again to whom.
+        peer.post(PrefillProgress(JobKey(key.request_id, 9), 0, True))
+        await rig.until(lambda: late["prefill_progress"] == 1 and rig.prefills[0].cancels)
+        peer.post(PrefillProgress(key, 0, True))
+        await rig.until(lambda: len(rig.prefills[0].binds) == 2)
+        assert rig.prefills[0].binds[0] == rig.prefills[0].binds[1]
         event.set()
         assert (await task).json()["choices"][0]["text"] == REFERENCE
         assert rig.records()[-1]["prefill_rows"] == 600
         assert rig.records()[-1]["attempts"] == 1
+        await rig.until(lambda: len(rig.prefills[0].cancels) == 2)  # it may still hold something
+        peer.post(PrefillProgress(key, 0, True))  # after the end
+        await rig.until(lambda: late["prefill_progress"] == 2)
+        await rig.until(lambda: rig.prefills[0].cancels[-1].key == key)

@@ -6,7 +6,8 @@ from typing import Any
 
 from headrace.core.states import TERMINAL_REQUEST_STATES, RequestEvent
 from headrace.decode.handoff import DecodeEvent, DecodeState
-from headrace.prefill.jobs import JobEvent, JobState
+from headrace.prefill.binding import BindState
+from headrace.prefill.jobs import JobState
 
 R, P, D = "router", "prefill", "decode"
 
@@ -45,7 +46,7 @@ def again(world: Any, name: str) -> None:
         getattr(world, f"{about[1]}_hears")(about[0], kind, key)
     elif what in ("seal", "told"):
         job = _one(world.prefill.jobs, about[0])
-        world.seal(job) if what == "seal" else world.all_told(job)
+        world.seal(job) if what == "seal" else world.all_sealed(job)
     elif what in ("loaded", "start", "answer"):
         getattr(world, what)(_one(world.decode.jobs, about[0]))
     elif what == "orphan":
@@ -74,24 +75,31 @@ def crash(world: Any, part: str) -> None:
     else:
         world.new_decode()
         for job in list(world.prefill.jobs.values()):
-            world.end_prefill(job, JobEvent.DECODE_GONE)
+            world.decode_gone(job)
     for ticket in world.tickets.values():
-        if part == D or not ticket.prefilled:
-            world.trouble(ticket)
+        world.lost(ticket, part)
 
 
 def timeout(world: Any) -> None:
-    """A lease time passes. Who lives has renewed its leases; a live prefill job shows that to its
-    decode job; what nobody renews ends."""
+    """A lease time passes. Who lives has renewed its leases; a live prefill job shows that to the
+    decode job that it is bound to, or asks its router once more."""
     world.clock.advance(31.0)
     for key in (*world.prefill.jobs, *world.decode.jobs):
         world.store.renew(key)
     world.store.expire()
     world.early.expire(world.clock.now_s())
+    bound = {
+        job.binding.decode_key
+        for job in world.prefill.jobs.values()
+        if job.binding.state is BindState.BOUND and not job.binding.told
+    }
     waits = (DecodeState.QUEUED_OPEN, DecodeState.AWAITING)
     for key, job in list(world.decode.jobs.items()):
-        if job.state in waits and key not in world.prefill.jobs:
+        if job.state in waits and key not in bound:
             world.end_decode(job, DecodeEvent.STALLED)
+    for key, job in world.prefill.jobs.items():
+        if job.binding.state is BindState.ASKED or job.binding.told:
+            world.links[P, R].append(("wanted", key))
 
 
 def check(world: Any) -> None:
@@ -126,9 +134,15 @@ def fingerprint(world: Any) -> tuple[Any, ...]:
     """Everything that decides what can still happen. Worlds with one are the same world."""
     now = world.clock.now_s()
     return (
-        tuple((t.state, t.epoch, t.ends, t.prefilled) for t in world.tickets.values()),
+        tuple(
+            (t.state, t.epoch, t.tries, t.ends, t.told, t.prefill, t.decode)
+            for t in world.tickets.values()
+        ),
         tuple(tuple(link) for link in world.links.values()),
-        tuple((k, j.state) for k, j in world.prefill.jobs.items()),
+        tuple(
+            (k, j.state, j.binding.state, j.binding.message, j.binding.told, len(j.product), j.sent)
+            for k, j in world.prefill.jobs.items()
+        ),
         tuple(
             (k, j.state, j.writing, j.waiting, tuple(j.lease.blocks) if j.lease else None,
              j.lease.n_shared if j.lease else None, tuple(j.handoff.here))

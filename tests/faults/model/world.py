@@ -13,10 +13,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace_tests_faults_model_prefilling import Prefilling
+
 from headrace.core.attempts import Attempts, Verdict
 from headrace.core.clock import FakeClock
 from headrace.core.ids import BootId, Digest, JobKey, RequestId
-from headrace.core.messages import BlocksReady, Place, PrefillDone
+from headrace.core.messages import BindDecode, BlocksReady, Place, PrefillDone
 from headrace.core.states import (
     REQUEST_TABLE,
     TERMINAL_REQUEST_STATES,
@@ -31,12 +33,11 @@ from headrace.engine.fills import FillGuard
 from headrace.engine.lease import Lease, Resources, SlotPool
 from headrace.kvstore.leases import LeaseBook
 from headrace.kvstore.settings import Kind
-from headrace.prefill.jobs import JOB_TABLE, JobEvent, JobState
-from headrace.prefill.jobs import TERMINAL as PREFILL_ENDS
+from headrace.prefill.jobs import JOB_TABLE
 
 LEASE_S = 30.0
 R, P, D = "router", "prefill", "decode"
-_D, _J, _Q = DecodeEvent, JobEvent, RequestEvent
+_D, _Q = DecodeEvent, RequestEvent
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,20 @@ class Laws:
 
 @dataclass(eq=False)
 class Ticket:
+    """`prefill` and `decode` are the keys of its attempts; `told` that the latter was told all."""
+
     request: str
     state: Any = RequestState.ACCEPTED
-    epoch: int = 0
+    epoch: int = -1
+    tries: int = 0
     ends: int = 0
-    prefilled: bool = False
+    told: bool = False
+    prefill: JobKey | None = None
+    decode: JobKey | None = None
 
-    @property
-    def key(self) -> JobKey:
+    def next_key(self) -> JobKey:
+        self.epoch += 1
         return JobKey(RequestId(self.request), self.epoch)
-
-
-@dataclass(eq=False)
-class PrefillJob:
-    key: JobKey
-    state: Any = JobState.FINDING
 
 
 @dataclass(eq=False)
@@ -96,19 +96,19 @@ class Ends:
     late: int = 0
 
 
-class World:
+class World(Prefilling):
     """`enabled()` names what may happen next; `do(name)` does it and checks the invariants."""
 
     def __init__(
         self, requests: str, laws: Laws | None = None, *, retries: int = 1, begun: bool = False
     ) -> None:
-        """`begun`: the first jobs have reached prefill and decode, in order."""
+        """`begun`: the first jobs have reached prefill and decode, in order, and are bound."""
         self.laws = laws or Laws()
         self.retries = retries
         self.clock = FakeClock()
         self.store = self.laws.leases(self.clock, LEASE_S)
         self.objects = {r: Stored() for r in requests}
-        self.links: dict[tuple[str, str], deque[tuple[str, JobKey]]] = {
+        self.links: dict[tuple[str, str], deque[tuple[str, Any]]] = {
             pair: deque() for pair in ((R, P), (R, D), (P, D), (D, P), (P, R), (D, R))
         }
         self.used: dict[str, int] = {}  # faults so far
@@ -117,9 +117,13 @@ class World:
         self.new_decode()
         for ticket in self.tickets.values():
             self.dispatch(ticket)
-        for pair, hear in (((R, D), self.decode_hears), ((R, P), self.prefill_hears)):
+        steps = (
+            ((R, P), self.prefill_hears), ((P, R), self.router_hears),
+            ((R, D), self.decode_hears), ((R, P), self.prefill_hears),
+        )  # fmt: skip
+        for pair, hear in steps:
             while begun and self.links[pair]:
-                hear(R, *self.links[pair].popleft())
+                hear(pair[0], *self.links[pair].popleft())
 
     # ---- lives -----------------------------------------------------------------------------
 
@@ -137,8 +141,20 @@ class World:
 
     def dispatch(self, ticket: Ticket) -> None:
         self.move(ticket, _Q.SENT_TO_PREFILL)
-        self.links[R, D].append(("job", ticket.key))
-        self.links[R, P].append(("job", ticket.key))
+        ticket.prefill, ticket.decode, ticket.told = ticket.next_key(), None, False
+        self.links[R, P].append(("job", ticket.prefill))
+
+    def bind(self, ticket: Ticket) -> None:
+        """Decode is chosen; both ends are told."""
+        self.move(ticket, _Q.SENT_TO_DECODE)
+        ticket.decode, ticket.told = ticket.next_key(), False
+        self.links[R, D].append(("job", ticket.decode))
+        self.say_bind(ticket)
+
+    def say_bind(self, ticket: Ticket) -> None:
+        assert ticket.prefill is not None and ticket.decode is not None
+        bind = BindDecode(ticket.prefill, ticket.decode.epoch, "tcp://d:1", "decode")
+        self.links[R, P].append(("bind", bind))
 
     def move(self, ticket: Ticket, event: RequestEvent) -> bool:
         step = self.laws.request.step(ticket.state, event, ticket.request)
@@ -148,84 +164,60 @@ class World:
         return not step.ignored
 
     def withdraw(self, ticket: Ticket) -> None:
-        for part in (P, D):
-            self.links[R, part].append(("cancel", ticket.key))
+        for part, key in ((P, ticket.prefill), (D, ticket.decode)):
+            if key is not None:
+                self.links[R, part].append(("cancel", key))
 
-    def trouble(self, ticket: Ticket) -> None:
-        """The attempt was given up or its replica is gone."""
+    def trouble(self, ticket: Ticket, *, decode: bool = False) -> None:
+        """The attempt was given up or its replica is gone; `decode`: that end of it alone."""
         if ticket.state in TERMINAL_REQUEST_STATES:
             return
-        self.withdraw(ticket)
-        if ticket.epoch >= self.retries:
+        if ticket.tries >= self.retries:
+            self.withdraw(ticket)
             self.move(ticket, _Q.ERROR)
             return
+        ticket.tries += 1
+        if decode and ticket.prefill is not None and ticket.decode is not None:
+            self.links[R, D].append(("cancel", ticket.decode))
+            self.move(ticket, _Q.REBIND)
+            self.bind(ticket)
+            return
+        self.withdraw(ticket)
         self.move(ticket, _Q.RETRY)
-        ticket.epoch, ticket.prefilled = ticket.epoch + 1, False
         self.dispatch(ticket)
+
+    def lost(self, ticket: Ticket, part: str) -> None:
+        """The router sees that a replica is gone."""
+        if part == P:
+            gone = ticket.prefill is not None and not ticket.told
+            ticket.prefill = None
+            if gone:
+                self.trouble(ticket)
+        elif ticket.decode is not None:
+            self.trouble(ticket, decode=True)
 
     def router_hears(self, source: str, kind: str, key: JobKey) -> None:
         ticket = self.tickets[key.request_id]
-        if ticket.key != key or ticket.state in TERMINAL_REQUEST_STATES:
+        over = ticket.state in TERMINAL_REQUEST_STATES
+        if kind == "wanted":
+            if over or key != ticket.prefill:
+                self.links[R, P].append(("cancel", key))
+            elif ticket.decode is None:
+                self.move(ticket, _Q.DECODE_WANTED)
+                self.bind(ticket)
+            else:
+                self.say_bind(ticket)
+        elif over or key not in (ticket.prefill, ticket.decode):
             return  # late
-        if kind == "failed":
-            if not (source == P and ticket.prefilled):
-                self.trouble(ticket)
+        elif kind == "failed":
+            if source == D or not ticket.told:
+                self.trouble(ticket, decode=key == ticket.decode)
         elif kind == "done":
-            ticket.prefilled = True
+            ticket.told = True
             self.move(ticket, _Q.PREFILL_DONE)
         else:
             self.move(ticket, _Q.TOKENS)
             self.move(ticket, _Q.FINISH)
-
-    # ---- prefill ---------------------------------------------------------------------------
-
-    def prefill_hears(self, source: str, kind: str, key: JobKey) -> None:
-        job = self.prefill.jobs.get(key)
-        if kind == "job":
-            if self.prefill.attempts.begin(key) is not Verdict.NEW:
-                self.prefill.late += 1
-                return
-            for other in self.same(self.prefill.jobs, key):
-                self.end_prefill(other, _J.CANCEL)
-            job = self.prefill.jobs[key] = PrefillJob(key)
-            for event in (_J.FOUND, _J.ADMITTED, _J.STARTED):
-                job.state = self.laws.prefill.step(job.state, event, key).state
-        elif kind == "cancel":
-            self.prefill.attempts.close(key)
-            if job is None:
-                self.prefill.late += 1
-            else:
-                self.end_prefill(job, _J.CANCEL)
-        elif job is not None:  # the ack
-            self.laws.prefill.step(job.state, _J.ACK, key)
-
-    def seal(self, job: PrefillJob) -> None:
-        job.state = self.laws.prefill.step(job.state, _J.PRODUCT, job.key).state
-        self.store.hold(job.key, self.objects[job.key.request_id])  # type: ignore[arg-type]
-        self.links[P, D].append(("blocks", job.key))
-        job.state = self.laws.prefill.step(job.state, _J.ROWS_DONE, job.key).state
-
-    def all_told(self, job: PrefillJob) -> None:
-        self.links[P, D].append(("done", job.key))
-        job.state = self.laws.prefill.step(job.state, _J.ALL_TOLD, job.key).state
-        self.links[P, R].append(("done", job.key))
-        self.close_prefill(job)
-
-    def end_prefill(self, job: PrefillJob, event: JobEvent) -> None:
-        step = self.laws.prefill.step(job.state, event, job.key)
-        if step.ignored:
-            return
-        job.state = step.state
-        if event in (_J.ERROR, _J.DECODE_GONE):
-            self.links[P, R].append(("failed", job.key))
-        self.close_prefill(job)
-
-    def close_prefill(self, job: PrefillJob) -> None:
-        self.prefill.attempts.close(job.key)
-        if job.state is not JobState.DONE:
-            self.store.release(job.key, None)
-        assert job.state in PREFILL_ENDS
-        del self.prefill.jobs[job.key]
 
     # ---- decode ----------------------------------------------------------------------------
 
@@ -290,6 +282,11 @@ class World:
 
     def load(self, job: DecodeJob) -> None:
         assert job.lease is not None
+        # As long as prefill has the job nobody's end frees what is read here. And a lease of its
+        # own, as for the window record.
+        bound = any(j.binding.decode_key == job.key for j in self.prefill.jobs.values())
+        assert not bound or self.objects[job.key.request_id].leases, "what is read is nobody's"
+        self.store.hold(job.key, self.objects[job.key.request_id])  # type: ignore[arg-type]
         block = job.lease.blocks[0]
         if self.engine.guard.enter(job.lease.ticket, block):
             job.writing = block
@@ -303,12 +300,12 @@ class World:
 
     def start(self, job: DecodeJob) -> None:
         job.state = self.laws.decode.step(job.state, _D.STARTED, job.key).state
-        self.links[D, P].append(("ack", job.key))
         self.store.release(job.key, Kind.KV)
 
     def answer(self, job: DecodeJob) -> None:
         for event in (_D.TOKEN, _D.FINISH):
             job.state = self.laws.decode.step(job.state, event, job.key).state
+        self.links[D, P].append(("ack", job.key))
         self.links[D, R].append(("tokens", job.key))
         self.close_decode(job)
 
@@ -332,11 +329,6 @@ class World:
         self.store.release(job.key, None)
         del self.decode.jobs[job.key]
         self.admit()
-
-    @staticmethod
-    def same(jobs: dict[JobKey, Any], key: JobKey) -> list[Any]:
-        """Other attempts of the same request."""
-        return [j for k, j in jobs.items() if k.request_id == key.request_id and k != key]
 
 
 def digest(request: str) -> Digest:

@@ -98,9 +98,9 @@ def waits_at(proxy: Any, kind: str, nth: int, towards: str, victim: str) -> Any:
 
     def rule(seen: Any) -> Any:
         if seen.kind in ("PrefillJob", "DecodeJob") and seen.before == victim:
-            has.add(seen.key)
+            has.add(seen.key.request_id)
         named = (seen.kind, seen.towards, seen.nth) == (kind, towards, nth)
-        if named and seen.key in has:
+        if named and seen.key.request_id in has:
             stuck.append(seen)
             return proxy.held(event)
         return proxy.PASS

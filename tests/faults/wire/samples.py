@@ -16,6 +16,7 @@ from headrace.core.ids import BootId, Digest, JobKey, RequestId
 from headrace.core.images import ImageSpan
 from headrace.core.messages import (
     MESSAGES,
+    BindDecode,
     BlocksReady,
     Cancel,
     DecodeJob,
@@ -26,6 +27,7 @@ from headrace.core.messages import (
     Place,
     PrefillDone,
     PrefillJob,
+    PrefillProgress,
     StageTimes,
     StateReady,
     TokenBatch,
@@ -53,7 +55,7 @@ MESSAGES_OF_ALL_KINDS = [
     Cancel(KEY, "client gone"),
     BlocksReady(KEY, 3, (DIGEST,), (PLACE,)),
     WindowReady(KEY, 128, DIGEST, PLACE),
-    StateReady(KEY, 200, DIGEST, PLACE, 7),
+    StateReady(KEY, 200, DIGEST, PLACE, 7, 1),
     PrefillDone(KEY, 128, 0, 0.5),
     JobFailed(KEY, "replica_lost", "gone", True),
     HandoffAck(KEY),
@@ -61,6 +63,8 @@ MESSAGES_OF_ALL_KINDS = [
     LoadReport(1, 2, 3, 4, 5, 6, 7, 8, 9.5, 10),
     VisionJob(KEY, DIGEST, b"\x89PNG", 12, 1),
     VisionDone(KEY, DIGEST, True, 0.1),
+    PrefillProgress(KEY, 128, True),
+    BindDecode(KEY, 3, "tcp://127.0.0.1:1", "decode-0"),
 ]
 JOBS = (DecodeJob, PrefillJob, VisionJob)  # what makes a role begin something
 

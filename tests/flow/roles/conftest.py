@@ -96,7 +96,7 @@ class Cluster:
         router: Any = None,
         **options: Any,
     ) -> Any:
-        """Dispatch with prefill."""
+        """Dispatch with prefill; decode is named when prefill asks, or as `bind` says."""
         router = router or self.router
         return await router.send(
             request,
@@ -105,6 +105,11 @@ class Cluster:
             decode_address=self.decodes[decode].shell.address,
             **options,
         )
+
+    async def rebind(self, call: Any, decode: int = 1) -> Any:
+        """Bind another decode replica to the prefill of `call`."""
+        to, address = self.to_decode[decode], self.decodes[decode].shell.address
+        return await self.router.rebind(call, to, address)
 
     async def local(self, request: GenRequest, decode: int = 0, **options: Any) -> Any:
         """Dispatch to decode alone."""
@@ -153,6 +158,8 @@ class Cluster:
         for replica in (self.prefill, *self.decodes):
             assert replica.work is not None
             name, stats = replica.role.name, replica.driver.stats
+            if replica is self.prefill and replica.work.underway.computers:
+                return f"{name} has claims of {set(replica.work.underway.computers.values())}"
             if replica.work.jobs:
                 return (
                     f"{name} has jobs {[(str(k), j.state) for k, j in replica.work.jobs.items()]}"
@@ -160,9 +167,7 @@ class Cluster:
             held = (stats.waiting, stats.running, stats.held_blocks)
             if held != (0, 0, 0) or stats.free_slots != replica.settings.n_slots:
                 return f"{name}: {stats}"
-            # What prefill sealed for a finished hand-off is decode's to release; the store's own
-            # account below covers it.
-            if replica is not self.prefill and replica.store.held:
+            if replica.store.held:
                 return f"{name} holds {replica.store.held} of the store"
         stat = await self.prefill.store.stat()
         if stat is not None and (stat.leases or stat.reservations or stat.leased_objects):
@@ -324,7 +329,7 @@ class RoleProcess:
         what = dataclasses.asdict(role)
         deployment = what.pop("deployment")
         what["leases"] = deployment.pop("leases")
-        for name in ("wire", "edge", "handoff_mode"):
+        for name in ("wire", "edge", "handoff_mode", "handoff_bind"):
             del deployment[name]
         what |= {"deployment": deployment, "kind": kind, "settings": dataclasses.asdict(settings)}
         script = str(Path(__file__).with_name("process.py"))
@@ -337,7 +342,7 @@ class RoleProcess:
             *self._command, env=self._environment, stdout=asyncio.subprocess.PIPE
         )
         assert self._process.stdout is not None
-        line = await asyncio.wait_for(self._process.stdout.readline(), 120)
+        line = await asyncio.wait_for(self._process.stdout.readline(), 300)
         said = json.loads(line)
         self.address, self.pid = said["address"], said["pid"]
         assert self.pid == self._process.pid

@@ -35,7 +35,9 @@ async def until(condition, within_s: float = 20.0) -> None:
 
 
 def state_of(replica, call):
-    job = replica.work.jobs.get(call.key)
+    """Of the call's job there, whichever end of it the replica has."""
+    jobs = replica.work.jobs
+    job = jobs.get(call.key) or jobs.get(call.prefill_key)
     return job.state if job else None
 
 
@@ -93,7 +95,7 @@ async def test_in_line_for_prefill(cluster, prompt, router, give_up) -> None:
         stays = await cluster.handoff(cluster.request(ids))
         await until(lambda: state_of(prefill, stays) is JobState.WAITING)
         await give_up(waits, router)
-        await until(lambda: waits.key not in prefill.work.jobs, 1.0)
+        await until(lambda: state_of(prefill, waits) is None, 1.0)
         assert state_of(prefill, stays) is JobState.WAITING
     prefill.work._room.set()  # what the release of a job does
     assert len(await stays.result()) == 8
@@ -200,7 +202,7 @@ async def test_waiting_for_prefill_is_progress_and_a_live_request_keeps_its_reco
     await asyncio.wait_for(runs.begun.wait(), 20)
     ids = prompt(700, "waits long")
     async with full(cluster, cluster.prefill, prompt):
-        waits = await cluster.handoff(cluster.request(ids), decode=1)
+        waits = await cluster.handoff(cluster.request(ids), decode=1, bind="early")
         await asyncio.sleep(4.6)
         assert state_of(cluster.decodes[1], waits) is DecodeState.AWAITING
         stat = await cluster.prefill.store.stat()
@@ -225,13 +227,13 @@ async def test_jobs_and_announcements_that_come_twice_run_once(cluster, yardstic
     late = [work.counts.late for work in works]
     before = cluster.prefill.driver.stats.encoder_rows_total
     faults.arm("link.send=duplicate")  # every frame that this process sends
-    call = await cluster.handoff(cluster.request(ids))
+    call = await cluster.handoff(cluster.request(ids), bind="early")
     assert await call.result() == await yardstick.text(ids, 8)
     assert faults.fired("link.send") >= 5
     faults.disarm()
     await cluster.at_rest()
     assert [work.counts.jobs for work in works] == [n + 1 for n in jobs]
-    assert works[0].counts.late == late[0] + 1  # the job
+    assert works[0].counts.late == late[0] + 2  # the job and the bind
     # The job, five blocks, the window record and PrefillDone.
     assert works[1].counts.late >= late[1] + 3
     assert cluster.prefill.driver.stats.encoder_rows_total == before + 640
@@ -254,7 +256,7 @@ async def test_an_older_epoch_is_ignored_and_a_newer_one_takes_over(
     older = await cluster.handoff(cluster.request(ids, epoch=0, request_id=old.key.request_id))
     await cluster.router.cancel(older)
     await until(lambda: cluster.prefill.work.counts.late == late[0] + 2)
-    await until(lambda: decode.work.counts.late == late[1] + 2)
+    await until(lambda: decode.work.counts.late == late[1] + 1)  # nobody asked for decode
     await cluster.at_rest()
     assert not older.token_ids and not older.failures
 
@@ -266,21 +268,22 @@ async def test_announcements_of_others_are_late_foreign_or_held(cluster, prompt)
     peer = await introduce(decode.shell.address, hello, cluster.prefill.role.token, WireLimits())
     counts = decode.work.counts
     request = cluster.request(prompt(300, "foreign"), ENDLESS)
+    key = request.key
     # Before the job: held, then taken by it.
-    await peer.link.send(PrefillDone(request.key, 0, 0, 0.0))
+    await peer.link.send(PrefillDone(key, 0, 0, 0.0))
     await until(lambda: len(decode.work.early) == 1)
     call = await cluster.router.send(request, cluster.to_decode[0], prefill_name="prefill-7")
     await asyncio.wait_for(call.begun.wait(), 20)
     assert len(decode.work.early) == 0
     # While it runs: late.
     late = counts.late
-    await peer.link.send(BlocksReady(request.key, 0, (), ()))
+    await peer.link.send(BlocksReady(key, 0, (), ()))
     await until(lambda: counts.late == late + 1)
     await cluster.router.cancel(call)
     await cluster.at_rest()
     # After its end: late again, not held for ever.
     late = counts.late
-    await peer.link.send(BlocksReady(request.key, 0, (), ()))
+    await peer.link.send(BlocksReady(key, 0, (), ()))
     await until(lambda: counts.late == late + 1)
     assert len(decode.work.early) == 0
     # For a live job, but with digests of another text.
@@ -290,7 +293,7 @@ async def test_announcements_of_others_are_late_foreign_or_held(cluster, prompt)
     foreign = counts.foreign
     (place, *_) = await cluster.prefill.store.open_prefix(request.digests, None) or (None,)
     place = place or await some_place(cluster, prompt)
-    await peer.link.send(BlocksReady(waits.key, 0, request.digests[:1], (place,)))
+    await peer.link.send(BlocksReady(call.key, 0, request.digests[:1], (place,)))
     await until(lambda: counts.foreign == foreign + 1)
     # Its end before all was told is a retryable failure of the job.
     peer.link.abort()

@@ -215,7 +215,8 @@ async def test_a_flipped_bit_on_the_way_is_seen_and_computed(cluster, yardstick,
     assert await call.result() == await yardstick.text(ids, 8)
     assert faults.fired("decode.load") == 1
     assert work.counts.damaged == damaged + 1
-    assert call.times.encoder_rows > 128  # more than the bound of a whole hand-off
+    # A block or the record, as the two loading threads come by: either costs something.
+    assert call.times.hit_tokens < 640 or call.times.window_position != 512
     await cluster.at_rest()
 
 

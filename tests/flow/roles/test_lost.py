@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.core.rows import floor_grain
+from headrace.prefill.jobs import JobState
 
 MODEL = "toy"
 PROCESSES = {
@@ -41,7 +42,11 @@ async def test_a_prefill_that_dies_in_the_middle(cluster, yardstick, prompt, pro
     ids = prompt(1500, "prefill dies")
     request = cluster.request(ids)
     first = await cluster.router.send(
-        request, cluster.to_decode[0], to_prefill, decode_address=cluster.decodes[0].shell.address
+        request,
+        cluster.to_decode[0],
+        to_prefill,
+        decode_address=cluster.decodes[0].shell.address,
+        bind="early",
     )
     failed = await first.failure()
     assert await process.ended() == 137 and gone(process.pid)
@@ -62,47 +67,58 @@ async def test_a_prefill_that_dies_in_the_middle(cluster, yardstick, prompt, pro
 async def test_a_decode_that_dies_before_its_first_token(
     cluster, yardstick, prompt, processes
 ) -> None:
-    process = processes["decode-5"]
+    process, prefill = processes["decode-5"], cluster.prefill
     to_decode = await cluster.router.connect(process.address)
     ids = prompt(1000, "decode dies")
-    request = cluster.request(ids)
+    before = prefill.driver.stats.encoder_rows_total
     first = await cluster.router.send(
-        request, to_decode, cluster.to_prefill, decode_address=process.address
+        cluster.request(ids), to_decode, cluster.to_prefill, decode_address=process.address
     )
     assert await process.ended() == 137 and gone(process.pid)
     await until(lambda: to_decode.link.closed)
     assert not first.token_ids and first.finish is None
-    assert first.prefilled is not None  # prefill had done its part
-    rows = cluster.prefill.driver.stats.encoder_rows_total
+    # Prefill had done its part. It holds the product for another one, and asks for that one.
+    assert first.prefilled is not None
+    assert prefill.work.jobs[first.prefill_key].state is JobState.HELD
+    assert (await first.failure()).retryable
+    await until(lambda: len(first.progress) >= 2)
 
-    second = await cluster.handoff(
-        cluster.request(ids, epoch=1, request_id=request.request_id), decode=1
-    )
+    second = await cluster.rebind(first)
     assert await second.result() == await yardstick.text(ids, 8)
-    assert second.prefilled.encoder_rows == 0  # bound anew, not prefilled anew
-    assert cluster.prefill.driver.stats.encoder_rows_total == rows
-    await cluster.at_rest(within_s=7)  # the dead one's leases expire after 5 s
+    # Bound anew, not prefilled anew: its rows ran once, and decode's are those of a whole hand-off.
+    assert prefill.driver.stats.encoder_rows_total == before + floor_grain(1000)
+    assert second.prefilled.encoder_rows == floor_grain(1000)
+    assert second.times.hit_tokens == floor_grain(1000)
+    assert second.times.encoder_rows <= cluster.keep_tokens + 127
+    await cluster.at_rest(within_s=7)  # the dead one's lease of the record expires after 5 s
 
 
-async def test_a_decode_that_dies_under_a_running_prefill_frees_it_at_once(
-    cluster, prompt, processes
+async def test_a_decode_that_dies_under_a_running_prefill_is_replaced(
+    cluster, yardstick, prompt, processes
 ) -> None:
-    process = processes["decode-6"]
+    process, prefill = processes["decode-6"], cluster.prefill
     to_decode = await cluster.router.connect(process.address)
+    ids = prompt(1900, "receiver dies")
+    before = prefill.driver.stats.encoder_rows_total
     call = await cluster.router.send(
-        cluster.request(prompt(1900, "receiver dies")),
+        cluster.request(ids),
         to_decode,
         cluster.to_prefill,
         decode_address=process.address,
+        bind="early",
     )
-    before = cluster.prefill.driver.stats.encoder_rows_total
-    await until(lambda: cluster.prefill.driver.stats.encoder_rows_total >= before + 256)
+    await until(lambda: prefill.driver.stats.encoder_rows_total >= before + 256)
     os.kill(process.pid, signal.SIGKILL)
     assert await process.ended() == -signal.SIGKILL and gone(process.pid)
     failed = await call.failure(within_s=2)
     assert (failed.code, failed.retryable) == ("replica_lost", True)
+    assert failed.key == call.key  # the bind failed, not the prefill
+    assert prefill.work.jobs[call.prefill_key].state is JobState.RUNNING
+    other = await cluster.rebind(call)
+    assert await other.result() == await yardstick.text(ids, 8)
+    assert prefill.driver.stats.encoder_rows_total == before + floor_grain(1900)
+    assert other.prefilled.encoder_rows == other.times.hit_tokens == floor_grain(1900)
     await cluster.at_rest()
-    assert cluster.prefill.driver.stats.encoder_rows_total < before + floor_grain(1900)
 
 
 async def test_redis_stopped_during_a_handoff_changes_nothing(
