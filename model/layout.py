@@ -63,7 +63,7 @@ class TailLayout:
 
     def dead_tokens(self, length: int) -> int:
         """How many of the `history_tokens` before `length` no later entry reads."""
-        first_read = length - length % self.ratio - (self.span_tokens - self.ratio)
+        first_read = max(0, length - length % self.ratio - (self.span_tokens - self.ratio))
         return max(0, min(first_read, length) - (length - self.history_tokens))
 
     @property

@@ -12,6 +12,8 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("headrace", deadline=None, print_blob=True)
+# Many examples, others every time: --hypothesis-profile=large (tests/model/properties/conftest.py).
+settings.register_profile("large", deadline=None, print_blob=True, max_examples=2000)
 settings.load_profile("headrace")
 
 
