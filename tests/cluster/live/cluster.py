@@ -39,7 +39,8 @@ T = TypeVar("T")
 Until = Callable[[Callable[[], bool], float, str | Callable[[], str]], None]
 HEADRACE = str(Path(sys.executable).parent / "headrace")
 ENGINE_POOLS = (Role.VISION, Role.PREFILL, Role.DECODE)
-START_S = 420.0  # of a whole cluster: on a busy machine Ray needs its third try
+START_S = 420.0  # of a whole cluster: on a busy machine Ray needs several tries
+BACK_S = 240.0  # of one role, likewise
 
 
 @dataclass(frozen=True)
@@ -252,12 +253,14 @@ class Live:
 
     # harm, and after it
 
-    def kill(self, pid: int) -> None:
-        """SIGKILL, verified: the process is gone when this returns."""
-        before = read_process(pid)
-        assert before is not None
-        os.kill(pid, signal.SIGKILL)
-        self.until(lambda: gone(before), 5.0, f"process {pid} lives on")
+    def kill(self, *pids: int) -> None:
+        """SIGKILL, verified: the processes are gone when this returns."""
+        before = [read_process(pid) for pid in pids]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for process in before:
+            assert process is not None
+            self.until(lambda one=process: gone(one), 20.0, f"{process} lives on")  # type: ignore[misc]
 
     @contextlib.contextmanager
     def frozen(self, pid: int) -> Iterator[None]:
@@ -282,29 +285,37 @@ class Live:
         return role["pid"] in {process.pid for process in self.members()}
 
     def settled(self, within_s: float = 45.0) -> None:
-        """Until everything is as in an idle cluster: all roles ready, `/ready` true, no request
-        open, no lease, no reservation, no engine block held. Asserts which of these fails."""
+        """Until everything is as in an idle cluster: first, however long a start takes here, all
+        roles ready and reached by the router; then, `within_s` (more than the time of a lease), no
+        request open, no lease, no reservation, no engine block held. Asserts which of these
+        fails."""
+        self._none(self._missing, BACK_S)
+        self._none(self._left, within_s)
+
+    def _none(self, look: Callable[[], list[str]], within_s: float) -> None:
         why: list[str] = []
 
         def quiet() -> bool:
             try:
-                why[:] = self._unsettled()
+                why[:] = look()
             except ApiError as error:  # the router is away
                 why[:] = [error.message]
             return not why
 
         self.until(quiet, within_s, lambda: f"not settled: {why}")
 
-    def _unsettled(self) -> list[str]:
+    def _missing(self) -> list[str]:
         roles = self.roles()
         why = [role["name"] for role in roles if role["state"] != "ready"]
         why += [] if self.ready() else ["/ready"]
-        if why:
-            return why
         for pool in ENGINE_POOLS:
             wanted = sum(role["role"] == pool for role in roles)
-            if self.metric("headrace_replicas", pool=pool, state="ready") != wanted:
+            if not why and self.metric("headrace_replicas", pool=pool, state="ready") != wanted:
                 return [f"the router does not reach all of {pool}"]
+        return why
+
+    def _left(self) -> list[str]:
+        why, roles = [], self.roles()
         if self.metric("headrace_requests_open"):
             why.append("requests open")
         stat = self.wait(self.store().stat())

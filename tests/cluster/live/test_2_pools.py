@@ -82,8 +82,7 @@ def test_killed_under_load(
         load.more(2)
         busy(live, names, until)
         at_s = time.time()
-        for role in before:
-            live.kill(role["pid"])
+        live.kill(*(role["pid"] for role in before))
         load.more(3)
         until(lambda: all(reborn(live, role) for role in before), 180.0, "not back")
         load.more(2)

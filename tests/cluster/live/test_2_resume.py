@@ -58,8 +58,7 @@ def test_no_decode_replica_is_left(
     asked = [begin(live, one) for one in long]
     streaming(asked, until)
     before = {name: live.role(name) for name in ("decode-0", "decode-1")}
-    for role in before.values():
-        live.kill(role["pid"])
+    live.kill(*(role["pid"] for role in before.values()))
     until(lambda: not live.ready(), 5.0, "still ready")
     refused = ask(live, short)
     assert (refused.status, refused.error) == (503, "no_replica")
