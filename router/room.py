@@ -161,7 +161,7 @@ class Rooms:
         if found is not None:
             return work, found
         limit = self._deployment.edge.queued_requests
-        if self.waiting >= limit:
+        if self.waiting >= limit and not again:  # what has begun was let in before
             raise Overloaded(f"queued_requests is limited to {limit}, all replicas are full")
         return work, await line.wait(lambda: self._choose(work, avoid), begun=again)
 

@@ -1,0 +1,38 @@
+"""A full line for room refuses who is new, and nobody who has begun."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from headrace.core.limits import EdgeLimits
+
+REFERENCE = "The river runs to the mill, and the mill grinds.\n"
+BODY = {"model": "scripted", "prompt": "x", "max_tokens": 64}
+
+
+async def test_what_has_begun_is_not_refused_for_a_full_line(rigs: Any) -> None:
+    edge = EdgeLimits(queued_requests=1)
+    async with rigs(decodes=2, edge=edge, queue_ahead=0) as rig:
+        gates = {}
+        for decode in rig.decodes:
+            decode.n_slots = 1
+            await decode.announce()
+            gates[decode], decode.script.gate = rig.gate_at(3)
+        await rig.until(lambda: {r.member.n_slots for r in rig.router.replicas.all()} == {1})
+        streams = [asyncio.create_task(rig.read_stream(BODY)) for _ in rig.decodes]
+        live = rig.router.desk._live
+        await rig.until(lambda: [len(ticket._received) for ticket in live.values()] == [3, 3])
+        last = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
+        await rig.until(lambda: rig.router.desk.waiting_requests == 1)
+        assert (await rig.client.post("/v1/completions", json=BODY)).status_code == 429
+
+        lost, other = rig.decodes
+        await lost.die()
+        await rig.until(lambda: rig.router.desk.waiting_requests == 2)
+        gates[other].set()
+        assert await asyncio.gather(*streams) == [(REFERENCE, ["stop", "[DONE]"])] * 2
+        assert (await last).json()["choices"][0]["text"] == REFERENCE
+        # the lost one's stream, with its three tokens, before the one that had not begun
+        assert [len(job.generated_ids) for job in other.jobs] == [0, 3, 0]
+        await rig.until(rig.nothing_held)
