@@ -122,10 +122,15 @@ def _v4_values(data: Mapping[str, Any]) -> dict[str, Any]:
     for key in values:
         if key.startswith(V41_ONLY_PREFIXES):
             raise ConfigError(f"{key}: unknown key in a {Family.V4.value} configuration")
-    layers, ratios = values.get("num_hidden_layers"), values.get("compress_ratios")
+    layers: Any = values.get("num_hidden_layers")
+    ratios: Any = values.get("compress_ratios")
     extra = values.pop("num_nextn_predict_layers", 0)
-    if not isinstance(ratios, list | tuple) or not isinstance(layers, int):
-        return values  # refused with its name where types are checked
+    for key, value, wanted in (
+        ("num_hidden_layers", layers, int),
+        ("compress_ratios", ratios, list),
+    ):
+        if not isinstance(value, wanted):
+            raise ConfigError(f"{key}: found {value!r}, wanted {wanted.__name__}")
     if isinstance(extra, int) and len(ratios) == layers + extra:
         ratios = ratios[:layers]
     values["compress_ratios"] = ratios

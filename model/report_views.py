@@ -97,7 +97,11 @@ def _total_table(report: LayoutReport) -> Table:
 
     add("a token of context", report.bytes_per_token, "global KV of all source layers")
     add("a block", report.block_bytes, f"{layout.block_tokens} tokens")
-    rows = f"{layout.window_record_rows} rows of {layout.n_encoder_layers} encoder layers"
+    halves = config.n_decoder_layers > 0
+    layers = f"{layout.n_encoder_layers} {'encoder ' if halves else ''}layers"
+    rows = f"{layout.window_record_rows} rows of {layers}"
+    if carried := sum(tail.carried_bytes for tail in layout.tails):
+        rows += f"; {carried:,} B that groups carry over a grain"
     add("a window record", report.window_record_bytes, rows)
     rings = f"{layout.ring_rows} rows = window {config.sliding_window} + {report.backtrack_rows}"
     add("a state slot", report.slot_bytes, f"{show_bytes(report.slot_bytes)}; rings of {rings}")
@@ -107,7 +111,10 @@ def _total_table(report: LayoutReport) -> Table:
         note = f"+ {_exact(handoff.per_block_bytes)} B a complete block"
         add(f"handed over once, {handoff.mode}", handoff.fixed_bytes, note)
     keep = f"decoder rows of a prefill; as if untruncated from {report.exact_keep_tokens:,}"
-    table.add_row("keep", f"{report.keep_tokens:,} tokens", keep)
+    if halves:
+        table.add_row("keep", f"{report.keep_tokens:,} tokens", keep)
+    else:
+        table.add_row("keep", "1 token", "no decoder half: all layers run every row")
     replay = "encoder rows that rebuild every window without a record"
     table.add_row("exact replay", f"{config.replay_reach_rows:,} rows", replay)
     return table
