@@ -225,6 +225,11 @@ class ClusterConfig:
                 f" got {keep}"
             )
         geometry.check_keep(keep)
+        if self.pools.vision and model.vision is None:
+            raise ConfigError(
+                f"pools.vision must be 0 for {name}, which has no image tower,"
+                f" got {self.pools.vision}"
+            )
         least = -(-(keep + window) // BLOCK_TOKENS) + 1  # keep and window, and one to go on in
         if engine.n_blocks < least:
             raise ConfigError(

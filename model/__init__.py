@@ -1,4 +1,4 @@
-"""The V4.1 family as torch modules; knows tensors, not requests.
+"""The V4.1 family and V4 as torch modules; knows tensors, not requests.
 
 A `ModelConfig` names the architecture, a `CacheLayout` says what its state weighs, a `KvState`
 holds that state for all sequences of a replica, and a `Trunk` runs a `RowBatch` (decode, verify,

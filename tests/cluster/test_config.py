@@ -89,6 +89,14 @@ LATE = {
     "store": ("store: {arena_bytes: -5}", "store: arena_bytes must be an integer of at least 1"),
     "what the model decides": ("store: {block_bytes: 5}", "unknown key store.block_bytes"),
     "router": ("router: {port: 70000}", "router: port must lie between 0 and 65535, got 70000"),
+    "keep without a decoder half": (
+        "deployment: {model: v4-toy, keep_tokens: 44}",
+        "keep_tokens must be 1 for a model without a decoder half (0 in a configuration), got 44",
+    ),
+    "no image tower": (
+        "deployment: {model: v4-toy}\npools: {vision: 1}",
+        "pools.vision must be 0 for v4-toy, which has no image tower, got 1",
+    ),
     "keep": (
         "deployment: {keep_tokens: 127}",
         "deployment.keep_tokens must be 0 or at least 128, the window of t2, got 127",
