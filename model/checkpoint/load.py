@@ -50,11 +50,10 @@ def load_trunk(
 
     Every stored value is exact in `widen_to` (bfloat16 or float32); the model then casts to its own
     compute dtype. Without `token_map` the folder's tokenizer.json gives it (V4 has none).
-    `encoder_only` reads
-    only the encoder half and the first decoder layer's KV source. `engram` tells where its tables
-    lie: MAPPED ones stay in the checkpoint's files, as they are stored. PACKED weights are held as
-    stored and widened on use, layer by layer and expert by expert: the same bits, less memory, more
-    time. Raises CheckpointError and ConfigError.
+    `encoder_only` reads only the encoder half and the first decoder layer's KV source. `engram`
+    tells where its tables lie: MAPPED ones stay in the checkpoint's files, as they are stored.
+    PACKED weights are held as stored and widened on use, layer by layer and expert by expert: the
+    same bits, less memory, more time. Raises CheckpointError and ConfigError.
     """
     folder = Path(folder)
     if token_map is None and read_config(read_json(folder / CONFIG_NAME)).model.is_v4:

@@ -32,6 +32,7 @@ from headrace.model.checkpoint import (
     write_random,
 )
 from headrace.model.checkpoint.names import select
+from headrace.model.packed import Weights
 from headrace.model.weights import tensor_specs
 
 INDEX = "model.safetensors.index.json"
@@ -207,10 +208,11 @@ def test_round_trip_byte_for_byte(sound: Path, tmp_path: Path) -> None:
     assert (table[:, 0] != table[:, 1]).all() and set(table.unique().tolist()) == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("weights", Weights)
 def test_a_loaded_trunk_runs_the_stored_values(
-    sound: Path, driver_type, part_type, make_text
+    sound: Path, driver_type, part_type, make_text, weights: Weights
 ) -> None:
-    loaded = load_trunk(sound, Numerics.INVARIANT)
+    loaded = load_trunk(sound, Numerics.INVARIANT, weights=weights)
     direct = Trunk(
         TOY.model,
         values_of(sound),
