@@ -11,7 +11,7 @@
     both ends            Hello first, on every connection
 
 Messages that name a `JobKey` of an older epoch are ignored and counted by the receiver. The two
-ends of a hand-off are two attempts with an epoch each (docs/decisions/0011): what is said of a
+ends of a hand-off are two attempts with an epoch each (docs/decisions/0012): what is said of a
 hand-off names the decode attempt's key, what is said of a prefill's own work names the prefill
 attempt's.
 """

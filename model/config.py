@@ -166,8 +166,7 @@ class ModelConfig:
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
         """Build from a parsed `config.json` of either family. Raises `ConfigError`."""
         values = read_values(data, RopeScaling, VisionConfig)
-        where = "config" if values["family"] is Family.V4 else "text_config"
-        return cast(ModelConfig, build(cls, where, values))
+        return cast(ModelConfig, build(cls, "text_config", values))
 
     # ---- derived ---------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """What one attempt of a request has at replicas: a prefill or none, and one decode after another.
 
-Each has a `JobKey` of its own (docs/decisions/0011), so that the end of one frees nothing that the
+Each has a `JobKey` of its own (docs/decisions/0012), so that the end of one frees nothing that the
 other holds. A charge in the ledger is opened before anything is sent and closed once.
 """
 

@@ -147,7 +147,7 @@ def test_written_keys_are_the_published_ones() -> None:
         ("compress_ratios", [0, 4], "compress_ratios: found 2, wanted 6 entries"),
         ("compress_ratios", 4, "compress_ratios: found 4, wanted list"),
         ("num_hidden_layers", "6", "num_hidden_layers: found '6', wanted int"),
-        ("hidden_size", "64", "config.hidden_size: found '64', wanted int"),
+        ("hidden_size", "64", "hidden_size: found '64', wanted int"),
         ("num_hash_layers", 7, r"num_hash_layers: found 7, wanted in 0\.\.6"),
         ("sliding_window", 4, "sliding_window: found 4, wanted at least 5"),
         ("head_dim", 128, r"qk_rope_head_dim \+ a multiple of 64, not \+ 96"),
