@@ -14,6 +14,7 @@ from typing import Any, cast
 from headrace.model.config_file import Family, build, read_values
 from headrace.model.errors import ConfigError
 
+_CONFIG_NAME = "config.json"  # of a checkpoint's folder
 HEAVY_RATIO = 128  # V4: groups without overlap and without an index
 
 
@@ -25,6 +26,16 @@ class LayerKind(StrEnum):
     HEAVY = "heavy"  # owns global KV of ratio 128 and looks at every visible entry (V4)
     REINDEX = "reindex"  # reads a source's global KV, selects anew
     REUSE = "reuse"  # reads a source's global KV with the newest selection
+
+
+def checkpoint_folder(name_or_path: str | Path) -> Path | None:
+    """The folder of weights that a model's name means, if it means one: the package's or a path."""
+    text = str(name_or_path)
+    if not text or text.endswith(".json"):
+        return None
+    packaged = Path(str(resources.files("headrace.configs"))) / "models" / text
+    folder = Path(text) if "/" in text else packaged
+    return folder if (folder / _CONFIG_NAME).is_file() else None
 
 
 @dataclass(frozen=True)
@@ -148,16 +159,21 @@ class ModelConfig:
     def load(cls, name_or_path: str | Path) -> ModelConfig:
         """Read a named configuration of the package (`t1`, `flash`, `v4-toy`, ..) or a file.
 
-        A value that ends in `.json` or contains a path separator is a file.
+        A value that ends in `.json` or contains a path separator is a file; a checkpoint's folder,
+        of the package (`demo`) or by its path, gives its config.json.
         """
         text = str(name_or_path)
+        if (checkpoint := checkpoint_folder(text)) is not None:
+            from headrace.model.checkpoint.release import read_config  # it reads this class
+
+            return read_config(json.loads((checkpoint / _CONFIG_NAME).read_text("utf-8"))).model
         if text.endswith(".json") or "/" in text:
             path = Path(text)
             if not path.is_file():
                 raise ConfigError(f"model configuration file {path.name!r} does not exist")
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         folder = resources.files("headrace.configs") / "models"
-        known = sorted(p.name[:-5] for p in folder.iterdir() if p.name.endswith(".json"))
+        known = sorted(p.name.removesuffix(".json") for p in folder.iterdir())
         if text not in known:
             raise ConfigError(f"model {text!r} is not known; known are {', '.join(known)}")
         return cls.from_dict(json.loads((folder / f"{text}.json").read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""A ready model by configuration name: config, tokenizer's token map, random weights, masks."""
+"""A ready model by name: a checkpoint's weights where there are some, else random ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from headrace.model.config import ModelConfig
+from headrace.model.checkpoint.load import load_trunk, load_vision, weights_id
+from headrace.model.config import ModelConfig, checkpoint_folder
 from headrace.model.errors import ConfigError
 from headrace.model.numerics import Numerics
 from headrace.model.token_map import build_token_map
@@ -34,6 +35,16 @@ def reserved_token_ids(tokenizer: Tokenizer, eos_token_id: int) -> tuple[int, ..
     return tuple(sorted(i for i in tokenizer.get_added_tokens_decoder() if i != eos_token_id))
 
 
+# What a trained model may say besides text: the mark of a tool call, and the end of its thoughts.
+_SPOKEN = ("｜DSML｜", "</think>")
+
+
+def unspoken_token_ids(tokenizer: Tokenizer, eos_token_id: int) -> tuple[int, ...]:
+    """The reserved ids that no answer of a trained model holds: turns, pictures, place holders."""
+    spoken = {tokenizer.token_to_id(mark) for mark in _SPOKEN}
+    return tuple(i for i in reserved_token_ids(tokenizer, eos_token_id) if i not in spoken)
+
+
 def load_named(
     config_name: str | Path,
     seed: int,
@@ -43,14 +54,24 @@ def load_named(
     compute_dtype: torch.dtype | None = None,
     encoder_only: bool = False,
 ) -> Trunk:
-    """Random-weight trunk of a named configuration with its package tokenizer.
+    """The trunk of a checkpoint (its folder, or its name in the package), or of a named
+    configuration with random weights of `seed`; with the package tokenizer of its size.
 
-    `encoder_only` draws no tensor of the decoder half but those of its first layer's KV source;
-    `weights_id` is the same. Raises ConfigError when the token map's size is not the
-    configuration's.
+    `encoder_only` reads or draws no tensor of the decoder half but those of its first layer's KV
+    source; `weights_id` is the same. Raises ConfigError when the token map's size is not the
+    configuration's, CheckpointError for a damaged checkpoint.
     """
     config = ModelConfig.load(config_name)
     tokenizer = package_tokenizer(config.vocab_size)
+    if (folder := checkpoint_folder(config_name)) is not None:
+        return load_trunk(
+            folder,
+            numerics,
+            device,
+            unspoken_token_ids(tokenizer, config.eos_token_id),
+            compute_dtype=compute_dtype,
+            encoder_only=encoder_only,
+        )
     token_map = build_token_map(tokenizer).ids if config.engram_layer_ids else None
     return Trunk.random(
         config,
@@ -70,9 +91,11 @@ def load_named_vision(
     numerics: Numerics,
     device: str | torch.device = "cpu",
 ) -> tuple[VisionTower, str]:
-    """The random image tower of a named configuration, and the weights id of its text trunk, of
-    which no tensor is drawn. Raises ConfigError if the configuration has no tower."""
+    """The image tower of a checkpoint or the random one of a named configuration, and the weights
+    id of its text trunk, of which no tensor is read. Raises ConfigError without a tower."""
     config = ModelConfig.load(config_name)
     token_map = build_token_map(package_tokenizer(config.vocab_size)).ids
+    if (folder := checkpoint_folder(config_name)) is not None:
+        return load_vision(folder, numerics, device), weights_id(folder, token_map)
     tower = VisionTower.random(config, seed, numerics, device)
     return tower, random_weights_id(config, seed, token_map)

@@ -101,7 +101,7 @@ def test_digest_that_does_not_match_is_refused(toy: Path, tmp_path: Path) -> Non
 
 def test_refusals_are_one_line_and_say_what_is_wrong(toy: Path, tmp_path: Path) -> None:
     cases = [
-        (("layout", "nothing"), "model 'nothing' is not known; known are flash, t1, t2, toy"),
+        (("layout", "nothing"), "model 'nothing' is not known; known are demo, flash, t1, t2, toy"),
         (("layout", "toy", "--keep", 5), "keep_tokens must be at least the window (32), got 5"),
         (("layout", "toy", "--memory", "much"), "--memory: found 'much', wanted a size such as"),
         (("layout", tmp_path / "no.json"), "no.json: missing"),

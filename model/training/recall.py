@@ -1,0 +1,143 @@
+"""Tasks whose answers the text before them decides exactly: the mix's recall part, and the probes.
+
+Every function takes a seeded `Random` and sizes and gives a `Task`; training learns all answers of
+a task, a probe asks for the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from headrace.model.training import words
+from headrace.model.training.chat import Document, Turn, conversation
+
+Filler = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Task:
+    """`turns[-1].answer` is the exact answer wanted."""
+
+    turns: tuple[Turn, ...]
+    system: str = ""
+
+    @property
+    def answer(self) -> str:
+        return self.turns[-1].answer
+
+    def document(self) -> Document:
+        return conversation(self.turns, self.system)
+
+
+class Fill(Protocol):
+    """Neutral text of about so many tokens."""
+
+    def __call__(self, rng: Random, n_tokens: int) -> Filler: ...
+
+
+def keys(rng: Random, count: int) -> list[str]:
+    """Different names, a colour and a thing each (at most 360)."""
+    pairs = [f"{c} {o}" for c in words.COLOURS for o in words.OBJECTS]
+    return rng.sample(pairs, count)
+
+
+def digits(rng: Random, count: int) -> str:
+    return "".join(rng.choice("0123456789") for _ in range(count))
+
+
+def _code_turn(key: str, code: str) -> Turn:
+    return Turn(f"What is the code of the {key}?", f"The code of the {key} is {code}.")
+
+
+def far(rng: Random, fill: Fill, gaps: Sequence[int], asked: int = 1) -> Task:
+    """Codes planted before gaps[0], gaps[1], ... tokens of filler; `asked` of them are asked for,
+    the first planted one last."""
+    names = keys(rng, len(gaps))
+    codes = {key: digits(rng, 4) for key in names}
+    parts: list[str | Sequence[int]] = ["Read this and remember the codes.\n\n"]
+    for key, gap in zip(names, gaps, strict=True):
+        parts.append(f"The code of the {key} is {codes[key]}.\n")
+        if gap:
+            parts += [fill(rng, gap), "\n"]
+    order = rng.sample(names[1:], min(asked, len(names)) - 1) + [names[0]]
+    questions = [_code_turn(key, codes[key]) for key in order]
+    parts.append("\n" + str(questions[0].user))
+    return Task((Turn(parts, questions[0].answer), *questions[1:]))
+
+
+def unknown(rng: Random, fill: Fill, gap: int) -> Task:
+    """One code is planted, another is asked for."""
+    known, other = keys(rng, 2)
+    parts = [
+        f"The code of the {known} is {digits(rng, 4)}.\n",
+        fill(rng, gap),
+        f"\n\nWhat is the code of the {other}?",
+    ]
+    return Task((Turn(parts, f"I do not know the code of the {other}."),))
+
+
+def near(rng: Random, count: int) -> Task:
+    """Repeat what has just been said: words, digits or both."""
+    kind = rng.random()
+    bank = words.OBJECTS + words.COLOURS + words.ANIMALS + words.PLACES + words.FOODS
+    if kind < 0.5:
+        text = " ".join(rng.choice(bank) for _ in range(count))
+    elif kind < 0.8:
+        text = digits(rng, count)
+    else:
+        text = " ".join(rng.choice((rng.choice(bank), digits(rng, 2))) for _ in range(count))
+    return Task((Turn(f"Repeat this exactly.\n{text}", text),))
+
+
+def table(rng: Random, pairs: int, asked: int = 1) -> Task:
+    names = keys(rng, pairs)
+    values = {key: digits(rng, 3) for key in names}
+    lines = "\n".join(f"{key}: {value}" for key, value in values.items())
+    order = rng.sample(names, min(asked, pairs))
+    questions = [Turn(f"What stands beside {key}?", f"{key}: {values[key]}") for key in order]
+    first = f"Here is a table.\n{lines}\n\n{questions[0].user}"
+    return Task((Turn(first, questions[0].answer), *questions[1:]))
+
+
+def overwrite(rng: Random, names: int, settings: int, asked: int = 1) -> Task:
+    """Values are set again and again; the last one counts."""
+    known = keys(rng, names)
+    values: dict[str, str] = {}
+    lines = []
+    for number in range(max(settings, names)):
+        key = known[number] if number < names else rng.choice(known)
+        values[key] = digits(rng, 2)
+        lines.append(f"Set {key} to {values[key]}.")
+    order = rng.sample(known, min(asked, names))
+    questions = [Turn(f"What is {key} now?", f"{key} is {values[key]}.") for key in order]
+    first = "\n".join(lines) + f"\n\n{questions[0].user}"
+    return Task((Turn(first, questions[0].answer), *questions[1:]))
+
+
+def growth(rng: Random, fill: Fill, turns: int, longest: int) -> Task:
+    """A talk of turns of very different length; asks about the first and the last of them."""
+    names = keys(rng, turns)
+    codes = {key: digits(rng, 4) for key in names}
+    said = []
+    for key in names:
+        gap = rng.choice((0, 0, rng.randint(1, longest)))
+        text = [f"The code of the {key} is {codes[key]}."]
+        said.append(Turn([*text, "\n", fill(rng, gap)] if gap else text[0], "Noted."))
+    asked = [names[-1], names[0]]
+    return Task((*said, *(_code_turn(key, codes[key]) for key in asked)))
+
+
+def arithmetic(rng: Random, asked: int = 1, most_digits: int = 3) -> Task:
+    turns = []
+    for _ in range(asked):
+        a, b = (rng.randrange(10 ** rng.randint(1, most_digits)) for _ in range(2))
+        if rng.random() < 0.35:
+            a, b = max(a, b), min(a, b)
+            text, value = f"{a} - {b}", a - b
+        else:
+            text, value = f"{a} + {b}", a + b
+        turns.append(Turn(f"What is {text}?", f"{text} = {value}."))
+    return Task(tuple(turns))
