@@ -41,6 +41,7 @@ async def lose_after(cluster: Any, request: Any, g: int) -> list[int]:
     assert faults.fired("decode.token" if g else "decode.first_token") == 1
     assert failed.retryable and len(call.token_ids) == g
     faults.disarm()
+    await cluster.router.cancel(call)  # before a first token prefill holds what it sealed
     await cluster.at_rest()
     return call.token_ids
 
