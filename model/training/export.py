@@ -22,23 +22,22 @@ from headrace.model.errors import ConfigError
 from headrace.model.named import package_tokenizer
 from headrace.model.training.weights import build_stacks, start_weights, unstack
 
-NOTICE = """These weights were trained by the programs of headrace/model/training and are under Headrace's
-licence (Apache-2.0). Part of what they were trained on are texts of others, which they contain only
-as far as a model of 17 million parameters does:
+NOTICE = """These weights were trained by the programs of headrace/model/training and are under
+Headrace's licence (Apache-2.0). Part of what they were trained on are texts of others, which they
+contain only as far as a model of 17 million parameters does:
 
-  Jane Austen's novels        public domain by age (R package janeaustenr, MIT, Copyright 2016-2017
-                              Julia Silge)
-  King James Bible            copyright expired (Debian package bible-kjv-text; the Crown's rights in
-                              the United Kingdom are a separate matter)
-  WordNet 3.0 glosses         WordNet 3.0 Copyright 2006 by Princeton University. All rights reserved.
-                              WordNet 3.0 license
-  Python 3.11 documentation   Copyright (c) 2001-2023 Python Software Foundation; All Rights Reserved.
-                              PSF License Agreement, version 2
-  PostgreSQL 15 manual        Portions Copyright (c) 1996-2026, The PostgreSQL Global Development Group
-                              Portions Copyright (c) 1994, The Regents of the University of California
-                              PostgreSQL License
-  Jargon File 4.4.7           public domain
-  The Devil's Dictionary      copyright expired (1911)
+- Jane Austen's novels: public domain by age (R package janeaustenr, MIT, Copyright 2016-2017 Julia
+  Silge)
+- King James Bible: copyright expired (Debian package bible-kjv-text; the Crown's rights in the
+  United Kingdom are a separate matter)
+- WordNet 3.0 glosses: WordNet 3.0 Copyright 2006 by Princeton University. All rights reserved.
+  WordNet 3.0 license
+- Python 3.11 documentation: Copyright (c) 2001-2023 Python Software Foundation; All Rights
+  Reserved. PSF License Agreement, version 2
+- PostgreSQL 15 manual: Portions Copyright (c) 1996-2026, The PostgreSQL Global Development Group;
+  Portions Copyright (c) 1994, The Regents of the University of California. PostgreSQL License
+- Jargon File 4.4.7: public domain
+- The Devil's Dictionary: copyright expired (1911)
 
 Everything else they were trained on was generated; docs/model-card.md has the whole account.
 """
