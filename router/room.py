@@ -62,7 +62,7 @@ class Rooms:
         self._for_decode = Line()
         self._for_prefill = Line()
         self._news = asyncio.Event()  # set and replaced when a replica joins or reports
-        self._turn = 0
+        self._turn = self._bind_turn = 0  # two, or every second replica would get all late binds
 
     @property
     def waiting(self) -> int:
@@ -106,10 +106,10 @@ class Rooms:
 
         def look() -> Choice | None:
             decodes = _others(self._decodes(work), avoid)
-            self._turn += 1
+            self._bind_turn += 1
             candidates = [self.replicas.candidate(replica) for replica in decodes]
             found = choose_decode(
-                candidates, work.resident_tokens, self._settings.queue_ahead, self._turn
+                candidates, work.resident_tokens, self._settings.queue_ahead, self._bind_turn
             )
             if found is not None:
                 self._count(Role.DECODE, found)

@@ -221,3 +221,10 @@ async def test_a_full_prefill_pool_makes_wait_and_does_not_keep_others_from_deco
             assert (await task).json()["choices"][0]["text"] == REFERENCE
         assert len(prefill.jobs) == prefill.n_slots + 1
         await rig.until(rig.nothing_held)
+
+
+async def test_equal_replicas_are_bound_in_turn(rigs: Any) -> None:
+    async with rigs(decodes=2, prefills=1, local_prefill_rows=0) as rig:
+        for _ in range(4):
+            assert (await rig.client.post("/v1/completions", json=BODY)).status_code == 200
+        assert [len(decode.jobs) for decode in rig.decodes] == [2, 2]
