@@ -10,6 +10,8 @@ from headrace.core.request import HandoffBind, HandoffMode
 from headrace.core.rows import Geometry
 
 NUMERICS = ("auto", "invariant", "fast")  # auto: invariant on CPU, fast on GPU
+ENGRAM = ("memory", "mapped", "pinned")
+WEIGHTS = ("widened", "packed")
 MAX_SEED = 2**63 - 1
 MIN_FRAME_BYTES = 1 << 20  # a prompt of a million ids takes several; this one holds a small one
 MAX_LEASE_S = 3600.0
@@ -20,7 +22,10 @@ MAX_UNDERWAY_WAIT = 1000.0
 class Deployment:
     """Shared settings. `keep_tokens` 0 stands for the model's default (`Geometry.keep_for`), and
     `replay_depth_tokens` (mode `replay` only) 0 for W. `underway_wait_factor`: how many times its
-    predicted time a prefill waits for blocks that another one computes; 0: it never waits."""
+    predicted time a prefill waits for blocks that another one computes; 0: it never waits.
+    `weights` of a checkpoint are widened at load, or held `packed` and widened on use. `engram`:
+    where its tables lie on a host; `mapped` ones in the checkpoint's files, or for random weights
+    in `engram_directory`, one mapping for all processes; `pinned` needs a CUDA device."""
 
     model: str = "t2"
     seed: int = 0
@@ -33,6 +38,9 @@ class Deployment:
     local_prefill_rows: int = 512
     underway_wait_factor: float = 4.0
     record_spacing_tokens: int = 8192  # window records every so many tokens of a long run
+    weights: str = "widened"
+    engram: str = "memory"
+    engram_directory: str = ""
     wire: WireLimits = WireLimits()
     leases: LeaseTimes = LeaseTimes()
     edge: EdgeLimits = EdgeLimits()
@@ -48,6 +56,10 @@ class Deployment:
             raise ConfigError(
                 f"seed must be an integer between 0 and {MAX_SEED}, got {self.seed!r:.40}"
             )
+        if self.engram not in ENGRAM:
+            raise ConfigError(f"engram must be one of {ENGRAM}, got {self.engram!r}")
+        if self.weights not in WEIGHTS:
+            raise ConfigError(f"weights must be one of {WEIGHTS}, got {self.weights!r}")
         if self.wire.frame_bytes < MIN_FRAME_BYTES:
             raise ConfigError(
                 f"wire.frame_bytes must be at least {MIN_FRAME_BYTES}, got {self.wire.frame_bytes}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from headrace.core.clock import SYSTEM_CLOCK, Clock
 from headrace.core.deployment import Deployment
 from headrace.engine.engine import Engine
 from headrace.engine.settings import EngineSettings, Half
-from headrace.model import ModelConfig, load_named, resolve_numerics
+from headrace.model import ModelConfig, Placement, Weights, load_named, resolve_numerics
 
 __all__ = ["load_engine", "resolve_numerics"]
 
@@ -32,6 +34,9 @@ def load_engine(
         numerics,
         deployment.device,
         encoder_only=half is Half.ENCODER and has_decoder_half,
+        weights=Weights(deployment.weights),
+        engram=Placement(deployment.engram),
+        engram_directory=Path(deployment.engram_directory) if deployment.engram_directory else None,
     )
     engine = Engine(
         trunk,
