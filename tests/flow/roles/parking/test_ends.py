@@ -44,7 +44,7 @@ async def test_an_end_while_parked_gives_all_back(
             await six.cluster.router.close()
         await wait_until(lambda: not six.parked)
     for call, *_ in six.calls:
-        six.work.cancel(call.key)
+        await six.cluster.router.cancel(call)  # at both ends: prefill holds what has no token yet
     await cluster.at_rest(within_s=5)
 
 
@@ -70,5 +70,7 @@ async def test_a_replica_that_stops_gives_the_parked_up_too(
     await six.decode.close()
     await wait_until(lambda: peer.link.closed)
     assert not work.jobs
+    for call, *_ in six.calls:
+        await cluster.router.cancel(call)
     del cluster.decodes[-1], cluster.to_decode[-1]
     await cluster.at_rest(within_s=5)
