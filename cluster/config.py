@@ -168,18 +168,18 @@ class ClusterConfig:
         """Settings of the store; slot sizes as the leader wrote them down, or computed here."""
         from headrace.kvstore import StoreSettings
 
-        sizes = run.read_sizes(self.deployment.model) or self.slot_sizes()
+        sizes = run.read_sizes(self._weights_name) or self.slot_sizes()
         values = {"directory": str(run.store_directory), **STORE_DEFAULTS, **self.store}
         return read_record(StoreSettings, values, "store", fixed=asdict(sizes))
 
     def slot_sizes(self) -> SlotSizes:
         """What the model says of the store's objects. Makes no weights, imports torch. Raises
         `ConfigError` if vision replicas are wanted for a model without an image tower."""
-        from headrace.model import CacheLayout, ModelConfig
+        from headrace.model import CacheLayout, ServedModel
         from headrace.model.slot_bytes import most_bytes
         from headrace.vision import largest_payload_bytes
 
-        config = ModelConfig.load(self.deployment.model)
+        config = ServedModel(self.deployment).config()
         layout = CacheLayout.of(config)
         pictures = largest_payload_bytes(config, self.deployment) if self.pools.vision else 0
         hands_over = self.deployment.handoff_mode is HandoffMode.STATE
@@ -196,7 +196,18 @@ class ClusterConfig:
             "drain_s": self.times.drain_s,
             "images": self.pools.vision > 0,
         }
-        return read_record(RouterSettings, self.router, "router", fixed=fixed)
+        values = {"tokenizer": self._tokenizer, **self.router}
+        return read_record(RouterSettings, values, "router", fixed=fixed)
+
+    @property
+    def _tokenizer(self) -> str:
+        """The router's where the file names none: the checkpoint's, or that of T1 and T2."""
+        folder = self.deployment.checkpoint
+        return str(Path(folder) / "tokenizer.json") if folder else "tokenizer-4096"
+
+    @property
+    def _weights_name(self) -> str:
+        return self.deployment.checkpoint or self.deployment.model
 
     def check(self, run: RunDir) -> None:
         """Read the sections of other rooms too, make the generated keys, and write down the slot
@@ -205,17 +216,17 @@ class ClusterConfig:
         self.vision_settings()
         check_device(self.deployment.device)
         self._check_model(engine)
-        run.write_sizes(self.deployment.model, self.slot_sizes())
+        run.write_sizes(self._weights_name, self.slot_sizes())
         self.store_settings(run)
         self.router_settings(run)
 
     def _check_model(self, engine: EngineSettings) -> None:
         """What is too small or too large for the served model."""
-        from headrace.model import ModelConfig
+        from headrace.model import ServedModel
         from headrace.router.tokens import Vocabulary
 
         name = self.deployment.model
-        model = ModelConfig.load(name)
+        model = ServedModel(self.deployment).config()
         window = model.sliding_window
         geometry = Geometry(window, model.n_encoder_layers, model.n_decoder_layers)
         keep = self.deployment.keep_for(geometry)
@@ -236,7 +247,7 @@ class ClusterConfig:
                 f"engine.n_blocks must be at least {least} for a keep of {keep} and a window of"
                 f" {window} tokens, got {engine.n_blocks}"
             )
-        tokenizer = self.router.get("tokenizer", "tokenizer-4096")
+        tokenizer = self.router.get("tokenizer", self._tokenizer)
         if isinstance(tokenizer, str):  # otherwise `router_settings` refuses it
             try:
                 ids = Vocabulary(tokenizer).size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
@@ -25,10 +26,14 @@ class Deployment:
     predicted time a prefill waits for blocks that another one computes; 0: it never waits.
     `weights` of a checkpoint are widened at load, or held `packed` and widened on use. `engram`:
     where its tables lie on a host; `mapped` ones in the checkpoint's files, or for random weights
-    in `engram_directory`, one mapping for all processes; `pinned` needs a CUDA device."""
+    in `engram_directory`, one mapping for all processes; `pinned` needs a CUDA device.
+
+    `checkpoint` is the absolute path of a folder of weights, served under the name `model`; "": the
+    weights that `model` itself names, or seeded random ones of that configuration."""
 
     model: str = "t2"
     seed: int = 0
+    checkpoint: str = ""
     numerics: str = "auto"
     device: str = "cpu"
     keep_tokens: int = 0
@@ -48,6 +53,9 @@ class Deployment:
     def __post_init__(self) -> None:
         if self.numerics not in NUMERICS:
             raise ConfigError(f"numerics must be one of {NUMERICS}, got {self.numerics!r}")
+        if self.checkpoint and not os.path.isabs(self.checkpoint):
+            # Roles run in folders of their own.
+            raise ConfigError(f"checkpoint must be an absolute path, got {self.checkpoint!r:.80}")
         if (
             isinstance(self.seed, bool)
             or not isinstance(self.seed, int)

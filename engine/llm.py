@@ -20,7 +20,7 @@ from headrace.engine.jobs import Event, Job, SequenceFailed, TokenSampled
 from headrace.engine.load import load_engine
 from headrace.engine.pictures import Picture
 from headrace.engine.settings import EngineSettings, Half
-from headrace.model import package_tokenizer
+from headrace.model import ServedModel
 
 Prompt = str | Sequence[int]
 EventHook = Callable[[Engine, Event], None]
@@ -62,19 +62,25 @@ class LLM:
         keep_tokens: int = 0,
         *,
         device: str = "cpu",
+        checkpoint: str = "",
         settings: EngineSettings | None = None,
         poison: bool = False,
     ) -> None:
         """`keep_tokens` 0 stands for the model's default. Raises `ConfigError`."""
         deployment = Deployment(
-            model=model, seed=seed, numerics=numerics, keep_tokens=keep_tokens, device=device
+            model=model,
+            seed=seed,
+            numerics=numerics,
+            keep_tokens=keep_tokens,
+            device=device,
+            checkpoint=checkpoint,
         )
         self.engine = load_engine(
             deployment, settings or EngineSettings(), Half.FULL, poison=poison
         )
         self.keep_tokens = deployment.keep_for(self.engine.geometry)
         config = self.engine.model.config
-        self.tokenizer = package_tokenizer(config.vocab_size)
+        self.tokenizer = ServedModel(deployment).tokenizer()
         self._plain = _without_added_tokens(self.tokenizer)
         self._bos, self._eos = config.bos_token_id, config.eos_token_id
         namespace = self.engine.card(model).namespace()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from headrace.core.clock import SYSTEM_CLOCK, Clock
 from headrace.core.deployment import Deployment
 from headrace.engine.engine import Engine
 from headrace.engine.settings import EngineSettings, Half
-from headrace.model import ModelConfig, Placement, Weights, load_named, resolve_numerics
+from headrace.model import ServedModel, resolve_numerics
 
 __all__ = ["load_engine", "resolve_numerics"]
 
@@ -25,19 +23,13 @@ def load_engine(
 
     Half.ENCODER loads the encoder half alone, and its slots have no rings of decoder layers; a
     model without a decoder half (V4) is loaded whole.
-    Raises `ConfigError` for an unknown model or a keep below its window."""
-    has_decoder_half = ModelConfig.load(deployment.model).n_decoder_layers > 0
+    Raises `ConfigError` for an unknown model or a keep below its window, and what is wrong with a
+    checkpoint."""
+    served = ServedModel(deployment)
+    has_decoder_half = served.config().n_decoder_layers > 0
     numerics = resolve_numerics(deployment.numerics, deployment.device)
-    trunk = load_named(
-        deployment.model,
-        deployment.seed,
-        numerics,
-        deployment.device,
-        encoder_only=half is Half.ENCODER and has_decoder_half,
-        weights=Weights(deployment.weights),
-        engram=Placement(deployment.engram),
-        engram_directory=Path(deployment.engram_directory) if deployment.engram_directory else None,
-    )
+    encoder_only = half is Half.ENCODER and has_decoder_half
+    trunk = served.trunk(numerics, deployment.device, encoder_only=encoder_only)
     engine = Engine(
         trunk,
         settings,

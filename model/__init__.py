@@ -24,6 +24,7 @@ from headrace.model.named import (
 from headrace.model.numerics import Numerics, resolve_numerics
 from headrace.model.packed import Weights
 from headrace.model.rows import RowBatch, RowResult
+from headrace.model.served import ServedModel
 from headrace.model.slot_bytes import SequenceBytes, pack_state, restore_state, unpack_state
 from headrace.model.state import KvState, SlotState
 from headrace.model.token_map import TokenMap, build_token_map
@@ -46,6 +47,7 @@ __all__ = [
     "RowBatch",
     "RowResult",
     "SequenceBytes",
+    "ServedModel",
     "SlotState",
     "SourceLayout",
     "StateError",

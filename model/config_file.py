@@ -93,6 +93,10 @@ def read_values(
     values["rope_scaling"] = build(scaling_type, "rope_scaling", scaling)
     if (vision := values.pop("vision_config", None)) is not None:
         vision = {k: v for k, v in vision.items() if k not in _IGNORED_KEYS}
+        if "downsample_ratio" in vision:  # the published name; ours is `downsample`
+            if "downsample" in vision:
+                raise ConfigError("vision_config.downsample: found beside downsample_ratio")
+            vision["downsample"] = vision.pop("downsample_ratio")
         values["vision"] = build(vision_type, "vision_config", vision)
     return values | {"family": family}
 

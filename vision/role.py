@@ -20,8 +20,7 @@ from headrace.core.role import Ready, RoleSettings
 from headrace.kvstore import Beat, MemberBoard, StoreClient
 from headrace.model import (
     CacheLayout,
-    ModelConfig,
-    load_named_vision,
+    ServedModel,
     model_card,
     resolve_numerics,
 )
@@ -172,10 +171,9 @@ def load_encoder(
     """The tower of the deployment's model, and the card of its text model, whose namespace the rows
     are stored in. Raises `ConfigError` for a model without a tower."""
     numerics = resolve_numerics(deployment.numerics, deployment.device)
-    tower, weights_id = load_named_vision(
-        deployment.model, deployment.seed, numerics, deployment.device
-    )
-    config = ModelConfig.load(deployment.model)
+    served = ServedModel(deployment)
+    tower, weights_id = served.vision(numerics, deployment.device)
+    config = served.config()
     layout = CacheLayout.of(config)
     card = model_card(deployment.model, config, layout, weights_id, tower.precision)
     return ImageEncoder(tower, settings.limits), card

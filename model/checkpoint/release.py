@@ -116,13 +116,9 @@ def read_config(document: Mapping[str, Any]) -> ReleaseConfig:
         if not isinstance(scaling := text.get("rope_scaling", {}), Mapping):
             raise ConfigError(f"text_config.rope_scaling: found {scaling!r}, wanted an object")
         top["text_config"] = text
-    if (vision := top.get("vision_config")) is not None:
-        if not isinstance(vision, Mapping):
-            raise ConfigError(f"vision_config: found {vision!r}, wanted an object")
-        vision = dict(vision)
-        if "downsample_ratio" in vision:  # the published name
-            vision["downsample"] = vision.pop("downsample_ratio")
-        top["vision_config"] = vision
+    vision = top.get("vision_config")
+    if vision is not None and not isinstance(vision, Mapping):
+        raise ConfigError(f"vision_config: found {vision!r}, wanted an object")
     return ReleaseConfig(ModelConfig.from_dict(top), quantisation)
 
 

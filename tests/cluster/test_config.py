@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -247,3 +248,25 @@ def test_a_file_that_cannot_be_read_is_named_as_given(tmp_path: Path) -> None:
 
 def test_defaults_alone_are_a_configuration() -> None:
     assert read_config("cluster: local", "x.yaml") == ClusterConfig()
+
+
+def test_a_checkpoint_gives_sizes_and_tokenizer(tmp_path: Path) -> None:
+    """From its configuration and tokenizer alone: the leader's host needs no shard."""
+    from headrace.model import CacheLayout, ModelConfig, package_tokenizer
+    from headrace.model.checkpoint import Quantisation, ReleaseConfig, config_document
+
+    model = ModelConfig.load("toy")
+    folder, run = tmp_path / "weights", RunDir(tmp_path, "local")
+    folder.mkdir()
+    document = config_document(ReleaseConfig(model, Quantisation()))
+    (folder / "config.json").write_text(json.dumps(document))
+    package_tokenizer(model.vocab_size).save(str(folder / "tokenizer.json"))
+    config = read_config(f"deployment: {{model: mine, checkpoint: {folder}}}", "x")
+    run.create()
+    config.check(run)
+    assert config.router_settings(run).tokenizer == str(folder / "tokenizer.json")
+    assert config.store_settings(run).block_bytes == CacheLayout.of(model).block_bytes
+    # Sizes are kept by folder: the same name with other weights does not take them.
+    assert run.read_sizes(str(folder)) is not None and run.read_sizes("mine") is None
+    with pytest.raises(ConfigError, match="deployment: checkpoint must be an absolute path"):
+        read_config("deployment: {checkpoint: weights}", "x")

@@ -75,9 +75,10 @@ def valkey(run_dir: str) -> Iterator[EmbeddedRedis]:
 class Yardstick:
     """What one engine with the same keep answers, cold and alone."""
 
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self._llm = LLM(model, settings=EngineSettings(n_blocks=64, n_slots=1))
+    def __init__(self, model: str, checkpoint: str = "") -> None:
+        self.model, self.checkpoint = model, checkpoint
+        settings = EngineSettings(n_blocks=64, n_slots=1)
+        self._llm = LLM(model, settings=settings, checkpoint=checkpoint)
         self._turn = asyncio.Lock()
         self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self.keep_tokens = self._llm.keep_tokens
@@ -109,8 +110,11 @@ class Yardstick:
 
 @pytest.fixture(scope="module")
 def yardstick(request: pytest.FixtureRequest) -> Yardstick:
-    """Of the model that the module names as MODEL, as the whole cluster of the module is."""
-    return Yardstick(request.module.MODEL)
+    """Of the model that the module names as MODEL, as the whole cluster of the module is; where the
+    module says WITH_CHECKPOINT, of the folder that its fixture `checkpoint` makes."""
+    with_weights = getattr(request.module, "WITH_CHECKPOINT", False)
+    folder = request.getfixturevalue("checkpoint") if with_weights else ""
+    return Yardstick(request.module.MODEL, str(folder))
 
 
 @pytest.fixture(autouse=True)

@@ -192,6 +192,13 @@ def test_both_published_files_give_the_package_s_flash() -> None:
     assert read_config(FLAT) == wanted
 
 
+def test_the_published_name_of_downsample_is_read_by_the_model_too() -> None:
+    assert ModelConfig.from_dict(NESTED) == ModelConfig.load("flash")
+    both = changed("vision_config.downsample", 3)
+    with pytest.raises(ConfigError, match="vision_config.downsample: found beside downsample_rat"):
+        ModelConfig.from_dict(both)
+
+
 @pytest.mark.parametrize("name", ["toy", "t1", "t2", "flash"])
 @pytest.mark.parametrize("quantisation", [None, Quantisation(), Quantisation((128, 128), "fp8")])
 def test_what_is_written_reads_back(name: str, quantisation: Quantisation | None) -> None:

@@ -261,7 +261,7 @@ def roles(
     yardstick: Any,
 ) -> Roles:
     """The module may name settings of its deployment in DEPLOYMENT."""
-    options = getattr(request.module, "DEPLOYMENT", {})
+    options = {"checkpoint": yardstick.checkpoint, **getattr(request.module, "DEPLOYMENT", {})}
     return functools.partial(role_settings, tag=tag, model=yardstick.model, **options)
 
 

@@ -1,0 +1,110 @@
+"""The model of a deployment: a checkpoint, or seeded random weights of a configuration.
+
+Whatever a role needs of it, and no more: a decode replica the whole text trunk, a prefill replica
+its encoder half, a vision replica the image tower and the text model's name in the store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from headrace.core.deployment import Deployment
+from headrace.model.checkpoint.errors import CheckpointError
+from headrace.model.checkpoint.load import TOKENIZER_NAME, load_trunk, load_vision, weights_id
+from headrace.model.checkpoint.progress import logged_progress
+from headrace.model.checkpoint.release import read_config
+from headrace.model.checkpoint.shards import CONFIG_NAME, read_json
+from headrace.model.config import ModelConfig, checkpoint_folder
+from headrace.model.engram_store import Placement
+from headrace.model.named import (
+    load_named,
+    load_named_vision,
+    package_tokenizer,
+    unspoken_token_ids,
+)
+from headrace.model.numerics import Numerics
+from headrace.model.packed import Weights
+from headrace.model.token_map import build_token_map
+from headrace.model.trunk import Trunk
+from headrace.model.vision import VisionTower
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Reads files when asked; raises `CheckpointError` or `ConfigError` naming what is wrong.
+
+    With `deployment.checkpoint` `model` is a name alone; `seed` is for random weights only."""
+
+    deployment: Deployment
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the weights lie; None for random ones."""
+        if self.deployment.checkpoint:
+            return Path(self.deployment.checkpoint)
+        return checkpoint_folder(self.deployment.model)
+
+    def config(self) -> ModelConfig:
+        """The configuration; reads no weight."""
+        if self.folder is None:
+            return ModelConfig.load(self.deployment.model)
+        return read_config(read_json(self.folder / CONFIG_NAME)).model
+
+    def tokenizer(self) -> Tokenizer:
+        if self.folder is None:
+            return package_tokenizer(self.config().vocab_size)
+        path = self.folder / TOKENIZER_NAME
+        if not path.is_file():
+            raise CheckpointError(f"{TOKENIZER_NAME}: missing from the checkpoint")
+        return Tokenizer.from_file(str(path))
+
+    def trunk(
+        self, numerics: Numerics, device: str | torch.device, *, encoder_only: bool = False
+    ) -> Trunk:
+        """The text trunk. A checkpoint is read weight by weight, and its progress logged."""
+        d = self.deployment
+        placement, weights = Placement(d.engram), Weights(d.weights)
+        if self.folder is None:
+            return load_named(
+                d.model,
+                d.seed,
+                numerics,
+                device,
+                encoder_only=encoder_only,
+                engram=placement,
+                engram_directory=Path(d.engram_directory) if d.engram_directory else None,
+                weights=weights,
+            )
+        silent = unspoken_token_ids(self.tokenizer(), self.config().eos_token_id)
+        with logged_progress(f"weights of {d.model}") as report:
+            return load_trunk(
+                self.folder,
+                numerics,
+                device,
+                silent,
+                token_map=self._token_map(),
+                encoder_only=encoder_only,
+                engram=placement,
+                weights=weights,
+                on_progress=report,
+            )
+
+    def vision(self, numerics: Numerics, device: str | torch.device) -> tuple[VisionTower, str]:
+        """The image tower, and the weights id of the text trunk, of which nothing is read."""
+        d = self.deployment
+        if self.folder is None:
+            return load_named_vision(d.model, d.seed, numerics, device)
+        with logged_progress(f"image tower of {d.model}") as report:
+            tower = load_vision(self.folder, numerics, device, on_progress=report)
+        return tower, weights_id(self.folder, self._token_map())
+
+    def _token_map(self) -> NDArray[np.int64]:
+        if not self.config().engram_layer_ids:
+            return np.zeros(0, dtype=np.int64)  # nothing reads it
+        return build_token_map(self.tokenizer()).ids
