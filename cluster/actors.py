@@ -7,6 +7,7 @@ and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.actor import ActorHandle
 
@@ -35,14 +37,26 @@ def start_ray(run: RunDir) -> None:
     worker's sys.path, and in a checkout our rooms would shadow other packages."""
     os.chdir(run.path)
     for attempt in range(1, START_ATTEMPTS + 1):
+        before = set(psutil.Process().children(recursive=True))
         try:
             _init_ray(run)
             return
         except Exception as error:  # Ray raises a bare Exception when its own 30 s are over
             ray.shutdown()
+            _kill_since(before)
             if attempt == START_ATTEMPTS or "timed out during startup" not in str(error):
                 raise
             log.warning("Ray did not start within its 30 s; attempt %d follows", attempt + 1)
+
+
+def _kill_since(before: set[psutil.Process]) -> None:
+    """End the processes that a failed start left: Ray forgets them until this process exits, and
+    each further attempt would share the machine with all those before it."""
+    left = [p for p in psutil.Process().children(recursive=True) if p not in before]
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=10)
 
 
 def _init_ray(run: RunDir) -> None:
