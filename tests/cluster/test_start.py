@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+
 from headrace.cluster import actors
 
 
