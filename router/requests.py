@@ -267,7 +267,7 @@ class Ticket:
         resume = bool(self._received) and self._desk.resumes > 0
         if self._crashes >= self._desk.crashes:
             raise ReplicaLost(
-                f"{self._crashes} replicas were lost in a row while they ran this request",
+                f"{self._crashes} replicas were lost in a row while they had this request",
                 code="request_quarantined",
             )
         if not trouble.retryable or not self._may_repeat(resume):

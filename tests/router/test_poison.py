@@ -43,7 +43,7 @@ async def test_two_replicas_are_lost_and_no_third(rigs: Any, n_tokens: int) -> N
             assert answer.status_code == 502
             error = answer.json()["error"]
         assert error["code"] == "request_quarantined"
-        assert error["message"] == "2 replicas were lost in a row while they ran this request"
+        assert error["message"] == "2 replicas were lost in a row while they had this request"
         assert sum(len(decode.jobs) for decode in rig.decodes) == 2
         assert not any(decode.jobs for decode in alive)
         for decode in alive:
