@@ -51,8 +51,9 @@ class Limit:
 
     def _error(self, value: object, what: str) -> LimitExceeded:
         unit = f" ({self.unit})" if self.unit else ""
-        return LimitExceeded(
-            f"{self.name} must be {what} between {_show(self.low)} and {_show(self.high)}{unit},"
+        low, high = (repr(x) if isinstance(x, int) else _show(x) for x in (self.low, self.high))
+        return LimitExceeded(  # a bound is ours and shown whole, the value is a client's
+            f"{self.name} must be {what} between {low} and {high}{unit},"
             f" got {_show(value)}",
             param=self.name,
         )

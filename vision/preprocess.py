@@ -109,7 +109,7 @@ def decode_rgb(data: bytes, header: ImageHeader, *, param: str = "image") -> Ima
             return _to_rgb(picture)
     except _DAMAGED as error:
         raise InvalidRequest(
-            f"the image is a damaged {header.format} file ({type(error).__name__})", param=param
+            f"the image's {header.format} file is damaged: its pixels cannot be read", param=param
         ) from error
 
 
