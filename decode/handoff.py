@@ -135,12 +135,14 @@ class Handoff:
     told: dict[int, Place] = field(default_factory=dict)
     here: set[int] = field(default_factory=set)
     damaged: set[int] = field(default_factory=set)
+    spare: dict[int, tuple[Place, bool]] = field(default_factory=dict)  # told while a copy was made
 
     def blocks(self, message: BlocksReady) -> list[tuple[int, Place]] | None:
         """The announced blocks that are news, or None when the message does not fit the request:
         other digests, a range outside it, or places that do not match in number.
 
-        A block announced again at another place is news only after the first copy was damaged."""
+        A block announced again at another place is news only after the first copy was damaged;
+        while that copy is being made the newer place is kept for `lost`."""
         first, count = message.first_block, len(message.digests)
         if len(message.places) != count or first < 0:
             return None
@@ -153,6 +155,9 @@ class Handoff:
             if self._news(index, place)
         ]
         numbers = {index for index, _ in news}
+        for index, place in enumerate(message.places, start=first):
+            if index not in self.here and self.told[index] != place:
+                self.spare[index] = (place, exact)
         self.exact = self.exact | numbers if exact else self.exact - numbers
         return news
 
@@ -172,9 +177,16 @@ class Handoff:
     def loaded(self, index: int) -> None:
         self.here.add(index)
 
-    def lost(self, index: int) -> None:
-        """The copy of this block did not verify."""
-        self.damaged.add(index)
+    def lost(self, index: int) -> Place | None:
+        """The copy of this block did not verify. The other place it was told to be at, to be
+        loaded now, or None: then a further announcement of it is news."""
+        if index not in self.spare:
+            self.damaged.add(index)
+            return None
+        place, exact = self.spare.pop(index)
+        self.told[index] = place
+        self.exact = self.exact | {index} if exact else self.exact - {index}
+        return place
 
     @property
     def verified_blocks(self) -> int:

@@ -236,6 +236,7 @@ class Loader:
         job.stages.load_s += self._clock.now_s() - began_s
         if job.state in TERMINAL:
             return
+        again: list[tuple[int, Place]] = []
         for good, (index, place, digest) in zip(done, items, strict=True):
             if good:
                 job.handoff.loaded(index)
@@ -243,9 +244,11 @@ class Loader:
                 self._counts.loaded_blocks += 1
                 self._counts.loaded_bytes += n_bytes
             else:
-                job.handoff.lost(index)
                 self._counts.damaged += 1
+                if (other := job.handoff.lost(index)) is not None:
+                    again.append((index, other))
                 await store.doom(place, digest)
+        self._load(job, again)
 
     async def _load_window(self, job: Job, message: WindowReady) -> None:
         """With a lease of the job's own: a resume may start from the record again, long after

@@ -129,8 +129,10 @@ def test_blocks_are_news_once_and_again_only_after_damage() -> None:
     assert book.blocks(ready(digests, 0, 3)) == []  # a duplicate
     assert book.blocks(ready(digests, 1, 2, base=50)) == []  # elsewhere, while the first loads
     book.loaded(0)
-    book.lost(1)
-    assert book.blocks(ready(digests, 0, 3, base=50)) == [(1, place(51))]
+    assert book.lost(1) == place(51)  # and there it is looked for next
+    assert book.blocks(ready(digests, 0, 3, base=50)) == []
+    assert book.lost(1) is None
+    assert book.blocks(ready(digests, 0, 3, base=90)) == [(1, place(91))]
     assert book.verified_blocks == 1
     book.loaded(1)
     book.loaded(2)

@@ -225,7 +225,7 @@ async def test_strange_but_harmless_messages_change_nothing(rig, things, when_id
         OpenPrefix(6, (things.digest(1), b"", b"x" * 99), None),
         Reserve(7, Kind.KV, (Wish(NO_DIGEST, NO_DIGEST, 0, -10),), bytes(16), None, -1.0),
         Reserve(8, Kind.MM, (Wish(NO_DIGEST, NO_DIGEST, 0, 10),), bytes(16), None, 1e300),
-        Reserve(9, Kind.KV, (), bytes(16), None, float("nan")),
+        Reserve(9, Kind.KV, (), bytes(16), None, 1e308),
     ):
         odd.post(message)
     answer = await odd.ask(Ping, Done, 5.0)
