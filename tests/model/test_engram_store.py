@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -103,6 +104,8 @@ def test_processes_share_one_copy_of_a_file(tmp_path: Path) -> None:
     private, anonymous or dirty."""
     path, n_bytes = tmp_path / "table", 8 << 20
     path.write_bytes(bytes(n_bytes))
+    with path.open("rb+") as written:
+        os.fsync(written.fileno())  # else its pages count as dirty until the kernel wrote them
     command = [sys.executable, "-c", READER, str(path), str(n_bytes)]
     pipe = subprocess.PIPE
     readers = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
