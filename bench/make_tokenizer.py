@@ -26,18 +26,21 @@ At most 3 million characters of each source is used, so that no source owns the 
 from __future__ import annotations
 
 import argparse
-import gzip
-import html.parser
 import json
-import re
-import struct
-import subprocess
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from headrace.model.training.corpus import (
+    austen_novels,
+    bible,
+    jargon_file,
+    postgresql_manual,
+    python_docs,
+    wordnet_glosses,
+)
 
 SOURCE_CHARACTERS = 3_000_000
 EXCERPT_BYTES = 60_000
@@ -82,71 +85,6 @@ NOISE_TOKEN = ("<｜place▁holder▁no▁799｜>", True)
 IMAGE_TOKEN = ("<｜image｜>", True)
 # vocabulary size -> (noise id, image id); dspark_noise_token_id and image_token_id of T1 and T2.
 FIXED_IDS = {4096: (4000, 4001), 1024: (1000, 1001)}
-
-
-def bible(packages: Path) -> str:
-    """Prints the whole text, one verse a line with its reference in front."""
-    program = packages / "usr/bin/bible"
-    command = [str(program), "-p", str(packages / "usr/lib"), "-f", "Gen1:1-Rev22:21"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def austen_novels(packages: Path) -> Iterator[str]:
-    """The novels as lines of text, in the package's order.
-
-    The file is R's lazy-load format: records of a 4-byte big-endian length and a zlib stream. A
-    stream is R's XDR serialisation, in which a string is the word 0x00040009 (or 0x00008009 and
-    0x00000009, by encoding flags), a 4-byte length and the bytes.
-    """
-    data = (packages / "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb").read_bytes()
-    while data:
-        stream = zlib.decompressobj()
-        record = stream.decompress(data[4:])
-        data = stream.unused_data
-        lines, position = [], 0
-        string = re.compile(rb"\x00[\x00-\x0f][\x00-\xff]\x09([\x00-\xff]{4})", re.DOTALL)
-        while match := string.search(record, position):
-            length = struct.unpack(">i", match[1])[0]
-            position = match.end() + max(length, 0)
-            lines.append(record[match.end() : position].decode("utf-8"))
-        yield "\n".join(lines) + "\n"
-
-
-def python_docs(packages: Path) -> str:
-    folder = packages / "usr/share/doc/python3.11/html/_sources"
-    return "\n".join(path.read_text("utf-8") for path in sorted(folder.rglob("*.rst.txt")))
-
-
-class _Text(html.parser.HTMLParser):
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.parts: list[str] = []
-
-    def handle_data(self, data: str) -> None:
-        self.parts.append(data)
-
-
-def postgresql_manual(packages: Path) -> str:
-    texts = []
-    for path in sorted((packages / "usr/share/doc/postgresql-doc-15/html").glob("*.html")):
-        parser = _Text()
-        parser.feed(path.read_text("utf-8"))
-        texts.append("".join(parser.parts))
-    return "\n".join(texts)
-
-
-def wordnet_glosses(packages: Path) -> str:
-    glosses = []
-    for part in ("noun", "verb", "adj", "adv"):
-        lines = (packages / f"usr/share/wordnet/data.{part}").read_text("utf-8").splitlines()
-        # Lines that begin with blanks are the licence at the head of the file.
-        glosses += [line.split(" | ", 1)[1].strip() for line in lines if line[:1] != " "]
-    return "\n".join(glosses)
-
-
-def jargon_file(packages: Path) -> str:
-    with gzip.open(packages / "usr/share/dictd/jargon.dict.dz", "rt", encoding="utf-8") as file:
-        return file.read()
 
 
 def spread(text: str, limit: int) -> Iterator[str]:

@@ -22,8 +22,8 @@ class Attempt:
     """Mutable, owned by its ticket.
 
     `wanted` is set when prefill asks for its decode replica, `heard` whenever it says anything;
-    `told` is true once the bound one was
-    told everything; `report` is prefill's own account, kept over a rebind."""
+    `told` is true once the bound one was told everything; `report` is prefill's own account, kept
+    over a rebind."""
 
     def __init__(self, ledger: Ledger, work: Work) -> None:
         self._ledger = ledger

@@ -83,7 +83,7 @@ class Ticket:
         self._received = as_token_ids(())  # the answer's tokens so far, over all attempts
         self._resumed_at = 0  # how many of them this attempt was given
         self._barren = 0  # attempts in a row that gave no token
-        self._crashes = 0  # how many replicas were lost in a row while they ran it
+        self._crashes = 0  # how many replicas were lost in a row while they had it
         self._cached: int | None = None  # `cached_tokens` as of the first resume
         self._given = False  # whether a piece with tokens was given in this attempt
         self._decode_done = False
@@ -236,8 +236,8 @@ class Ticket:
         self._arrived.set()
 
     def note_lost(self, replica: Replica) -> None:
-        """A replica is gone. If it ran this request, whatever attempt that was, the request may be
-        what killed it; a token shows that it got past that point."""
+        """A replica is gone. If it had this request, running or waiting, the request may be what
+        killed it; a token shows that it got past that point."""
         if replica.key in self._dispatch.ran_on:
             self._dispatch.ran_on.discard(replica.key)
             self._crashes += 1

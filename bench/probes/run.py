@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 import urllib.request
 from base64 import b64encode
@@ -23,20 +22,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from grid import Case, branch_cases, picture_cases, text_cases
 
-sys.path.insert(0, str(Path(__file__).parent))
-from grid import Case, branch_cases, picture_cases, text_cases  # noqa: E402
-
-from headrace.core.request import Sampling  # noqa: E402
-from headrace.model import ModelConfig, package_tokenizer  # noqa: E402
-from headrace.model.checkpoint import Checkpoint, Selection  # noqa: E402
-from headrace.model.config import checkpoint_folder  # noqa: E402
-from headrace.model.training.attend import Attend, Masks  # noqa: E402
-from headrace.model.training.chat import Encoder, conversation  # noqa: E402
-from headrace.model.training.data import Corpus, Mixer, span_tokens  # noqa: E402
-from headrace.model.training.net import Net, Texts  # noqa: E402
-from headrace.model.training.tower import picture_rows  # noqa: E402
-from headrace.model.training.weights import Used, build_stacks, stack_tensors  # noqa: E402
+from headrace.core.request import Sampling
+from headrace.model import ModelConfig, package_tokenizer
+from headrace.model.checkpoint import Checkpoint, Selection
+from headrace.model.config import checkpoint_folder
+from headrace.model.training.attend import Attend, Masks
+from headrace.model.training.chat import Encoder, conversation
+from headrace.model.training.data import Corpus, Mixer, span_tokens
+from headrace.model.training.net import Net, Texts
+from headrace.model.training.tower import picture_rows
+from headrace.model.training.weights import Used, build_stacks, stack_tensors
 
 
 class Forward:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -194,3 +195,22 @@ def dense() -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def state_and_logits(
+    driver_type: Any, part_type: Any, make_text: Callable[..., Any]
+) -> Callable[[Trunk], tuple[Any, ...]]:
+    """What 150 rows in three calls leave behind and give."""
+
+    def run(trunk: Trunk) -> tuple[Any, ...]:
+        driver, text = driver_type(trunk), make_text(150, 3, trunk.config)
+        logits = [
+            driver.call(part_type(text, lo, hi, 0, (0, 1), logits_from=lo)).logits
+            for lo, hi in ((0, 120), (120, 149), (149, 150))
+        ]
+        assert not any(x.isnan().any() for x in logits)
+        swa = driver.state.export_slot(0, 150).swa
+        return torch.cat(logits).numpy().tobytes(), driver.state.read_block(0), swa
+
+    return run

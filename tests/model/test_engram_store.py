@@ -21,25 +21,6 @@ from headrace.model.engram_store import HeldTable, HostTable, StoredRows, map_fi
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def state_and_logits(
-    driver_type: Any, part_type: Any, make_text: Callable[..., Any]
-) -> Callable[[Trunk], tuple[Any, ...]]:
-    """What 150 rows in three calls leave behind and give."""
-
-    def run(trunk: Trunk) -> tuple[Any, ...]:
-        driver, text = driver_type(trunk), make_text(150, 3, trunk.config)
-        logits = [
-            driver.call(part_type(text, lo, hi, 0, (0, 1), logits_from=lo)).logits
-            for lo, hi in ((0, 120), (120, 149), (149, 150))
-        ]
-        assert not any(x.isnan().any() for x in logits)
-        swa = driver.state.export_slot(0, 150).swa
-        return torch.cat(logits).numpy().tobytes(), driver.state.read_block(0), swa
-
-    return run
-
-
 def tables_of(trunk: Trunk) -> list[Any]:
     return [p.engram.table for p in trunk.params.layers if p.engram is not None]
 
