@@ -3,7 +3,8 @@
 Ray restarts a process that died. What it does not see is a process that lives without serving
 (frozen, wedged, its loop gone), and an actor it gave up. The rule is one pure function; the loop
 round it reads the membership once a second, acts, and writes what it saw to supervisor.json.
-With Redis away the membership is stale: then nothing is known, and nothing is done.
+With Redis away the membership is stale: then nothing is known, nothing is done, and the time does
+not count as anybody's absence.
 """
 
 from __future__ import annotations
@@ -90,6 +91,13 @@ class Watch:
                 watched.revived += 1
         return actions
 
+    def blind(self) -> None:
+        """The membership could not be read. Leases run out meanwhile: when Redis is back, the first
+        list is empty, and nobody in it was missing for longer than it takes to announce again."""
+        now_s = self.clock.now_s()
+        for watched in self.roles.values():
+            watched.since_s = max(watched.since_s, now_s)
+
 
 def _seen(watched: Watched, member: Member, now_s: float) -> None:
     watched.since_s = max(now_s, 0.0)
@@ -151,7 +159,9 @@ class SupervisorThread:
         while not self._stop.is_set():
             try:
                 members = await board.members()
-                if not board.stale:
+                if board.stale:
+                    self._watch.blind()
+                else:
                     await self._act(self._watch.look(members))
                 self._report(board.stale)
             except Exception as error:  # the watcher outlives whatever it watches

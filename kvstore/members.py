@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import secrets
 from collections.abc import Callable
 from types import TracebackType
@@ -64,6 +65,8 @@ class MemberBoard:
         self._known: dict[str, Member] = {}
         self._age: bytes | None = None
         self._grace_until_s = 0.0
+        self._answered_s = -math.inf  # when `members()` last had an answer,
+        self._missed = False  # and whether one was missing since
         self.stale = True
 
     @staticmethod
@@ -125,18 +128,19 @@ class MemberBoard:
     async def members(self) -> tuple[Member, ...]:
         """The live members, by role and name; the last known ones when Redis does not answer.
 
-        Redis that came back empty does not end anyone: for one lease, in which every live member
-        announces itself again, the known ones are kept."""
+        Redis that came back ends nobody: it may be empty, and records may have run out while it
+        answered nobody. For one lease, in which every live member announces itself again, the known
+        ones are kept."""
         try:
             age, found = await self._link.call(self._fetch)
         except RedisAway:
-            self.stale = True
+            self.stale = self._missed = True
             return self._sorted()
         now_s = self._clock.now_s()
-        if age != self._age:
-            if self._age is not None:
-                self._grace_until_s = now_s + self._times.member_s
-            self._age = age
+        emptied = self._age is not None and age != self._age
+        if emptied or (self._missed and self._may_have_lapsed(now_s)):
+            self._grace_until_s = now_s + self._times.member_s
+        self._age, self._answered_s, self._missed = age, now_s, False
         self.stale = now_s < self._grace_until_s
         self._known = {**self._known, **found} if self.stale else found
         return self._sorted()
@@ -170,6 +174,10 @@ class MemberBoard:
             return True
         except RedisAway:
             return False
+
+    def _may_have_lapsed(self, now_s: float) -> bool:
+        """Whether a live member's record could have run out since the last answer."""
+        return now_s - self._answered_s >= self._times.member_s - self._times.member_beat_s
 
     def _sorted(self) -> tuple[Member, ...]:
         return tuple(self._known[key] for key in sorted(self._known))

@@ -108,6 +108,20 @@ def test_coming_back_in_time_is_no_case_for_action_and_counts_a_life() -> None:
     assert watched.roles["decode-0"].lives == 2
 
 
+def test_time_without_redis_is_nobodys_absence() -> None:
+    clock = FakeClock()
+    watched = watch(clock)
+    watched.look([member("decode-0"), member("decode-1")])
+    for _ in range(60):
+        clock.advance(1.0)
+        watched.blind()
+    assert watched.look([]) == {}  # every lease ran out meanwhile
+    clock.advance(20.0)
+    assert watched.look([member("decode-1")]) == {}
+    clock.advance(1.0)
+    assert watched.look([member("decode-1")]) == {"decode-0": Action.KILL}
+
+
 def test_builds_may_mix_only_over_one_layout() -> None:
     other_layout = replace(CARD, layout_id=b"m" * 32)
     one, two = member(build="1+ga"), member("decode-1", build="1+gb")

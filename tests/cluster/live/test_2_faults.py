@@ -103,9 +103,13 @@ def test_decode_killed_before_its_first_token(
 ) -> None:
     prompt = ids("decode killed", LONG)
     request = stream(live, prompt, 4)
-    name = charged(live, until)
-    before = live.role(name)
-    live.kill(before["pid"])
+    sealing(live, until, blocks=14)
+    # decode is bound when prefill is nearly done, a moment before its first token: the moment is
+    # held open by stopping both replicas until one of them has the request
+    with live.frozen(live.role("decode-0")["pid"]), live.frozen(live.role("decode-1")["pid"]):
+        name = charged(live, until)
+        before = live.role(name)
+        live.kill(before["pid"])
     assert request.open and request.text == ""
     record = request.finish()
     assert (request.text, request.done) == (llm.generate([prompt], max_tokens=4)[0].text, True)

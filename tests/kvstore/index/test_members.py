@@ -124,6 +124,28 @@ async def test_a_beat_survives_what_making_a_record_raises(valkey, board_for, wa
         await wait_until(there)
 
 
+async def test_records_that_ran_out_while_redis_was_stopped_end_nobody(own_valkey, board_for):
+    board, other = board_for(own_valkey.url), board_for(own_valkey.url)
+    one = member()
+    await board.announce(one)
+    assert await other.members() == (one,)
+    os.kill(own_valkey.process.pid, signal.SIGSTOP)
+    assert await other.members() == (one,) and other.stale
+    await asyncio.sleep(TIMES.member_s)
+    os.kill(own_valkey.process.pid, signal.SIGCONT)
+    link = redis.Redis.from_url(own_valkey.url)
+    assert link.keys("*member:*") == []
+    for _ in range(100):  # until Redis is no longer avoided for what it missed
+        seen = await other.members()
+        assert seen == (one,) and other.stale
+        if other.healthy:
+            break
+        await asyncio.sleep(0.01)
+    assert other.healthy
+    await asyncio.sleep(TIMES.member_s + 0.05)  # and nobody announced it again
+    assert await other.members() == () and not other.stale
+
+
 async def test_a_stopped_redis_leaves_the_last_known(own_valkey, board_for, wait_until):
     board, other = board_for(own_valkey.url), board_for(own_valkey.url)
     one = member()
