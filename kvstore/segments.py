@@ -8,17 +8,16 @@ again, and a slot whose header carries another generation is free.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from headrace.core import faults
 from headrace.core.errors import ConfigError
+from headrace.kvstore.files import FileCalls, read_all, taken_bytes, write_all
 from headrace.kvstore.layout import (
     HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
@@ -35,19 +34,6 @@ log = logging.getLogger(__name__)
 _BLANK = bytes(HEADER_BYTES)
 SEGMENT_GLOB = "segment-*.seg"
 MAX_SEGMENTS = 1_000_000  # six digits in a name
-
-
-class FileCalls:
-    """The system calls on segment files; tests put failing ones in their place."""
-
-    def pwrite(self, descriptor: int, data: Buffer, offset: int) -> int:
-        return os.pwrite(descriptor, data, offset)
-
-    def preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        return os.preadv(descriptor, buffers, offset)
-
-    def sync(self, descriptor: int) -> None:
-        os.fdatasync(descriptor)
 
 
 class Segment:
@@ -124,8 +110,8 @@ class SegmentFiles:
         size = self._settings.segment_bytes
         last = _name(count - 1)
         there = [path for path in directory.glob(SEGMENT_GLOB) if path.name <= last]
-        missing = count * size - sum(min(size, _taken_bytes(path)) for path in there)
-        free = shutil.disk_usage(directory).free
+        missing = count * size - sum(min(size, taken_bytes(path)) for path in there)
+        free = self._calls.free_bytes(directory)
         if missing > free:
             most = self._settings.ssd_bytes - missing + free
             raise ConfigError(
@@ -134,13 +120,13 @@ class SegmentFiles:
             )
 
     def _open_file(self, path: Path, number: int, size: int) -> Segment:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = self._calls.open(path, create=True)
         try:
             header = self._read_segment_header(descriptor, number)
-            known = os.fstat(descriptor).st_size
+            known = self._calls.size_bytes(descriptor)
             if header.kind is None or known < size:
                 try:
-                    os.posix_fallocate(descriptor, 0, size)
+                    self._calls.allocate(descriptor, size)
                 except OSError as error:
                     raise ConfigError(
                         f"ssd_bytes: {self._settings.ssd_bytes} bytes could not be taken"
@@ -148,11 +134,11 @@ class SegmentFiles:
                     ) from None
             return Segment(number, descriptor, header, max(size, known))
         except BaseException:
-            os.close(descriptor)
+            self._calls.close(descriptor)
             raise
 
     def _read_segment_header(self, descriptor: int, number: int) -> SegmentHeader:
-        data = os.pread(descriptor, SEGMENT_HEADER_BYTES, 0)
+        data = self._pread(descriptor, SEGMENT_HEADER_BYTES, 0)
         header = SegmentHeader.unpack(data)
         if isinstance(header, int):
             raise ConfigError(
@@ -173,8 +159,8 @@ class SegmentFiles:
         # Without its header a segment's generation is known from its slots only. The next use must
         # be newer than all of them, or old slots would come to life again.
         last = 0
-        for end in range(4096, os.fstat(descriptor).st_size + 1, 4096):
-            header = SlotHeader.unpack(os.pread(descriptor, HEADER_BYTES, end - HEADER_BYTES))
+        for end in range(4096, self._calls.size_bytes(descriptor) + 1, 4096):
+            header = SlotHeader.unpack(self._pread(descriptor, HEADER_BYTES, end - HEADER_BYTES))
             if header is not None and header.segment == number:
                 last = max(last, header.generation)
         return last
@@ -183,7 +169,7 @@ class SegmentFiles:
         for path in sorted(directory.glob(SEGMENT_GLOB)):
             if path.name not in {_name(number) for number in range(count)}:
                 log.warning("removed %s: ssd_bytes became smaller", path.name)
-                path.unlink()
+                self._calls.unlink(path)
 
     def scan(self) -> Iterator[tuple[SlotHeader, DiskPlace]]:
         """Every object that the headers on disk name, oldest segment first. Payloads are not read:
@@ -194,7 +180,7 @@ class SegmentFiles:
                 continue
             for slot in range(segment.header.slots):
                 end = segment.slot_begin(slot + 1)
-                data = os.pread(segment.descriptor, HEADER_BYTES, end - HEADER_BYTES)
+                data = self._pread(segment.descriptor, HEADER_BYTES, end - HEADER_BYTES)
                 header = SlotHeader.unpack(data)
                 place = DiskPlace(segment.number, slot, segment.header.generation)
                 if header is not None and _stands_at(header, place) and header.facts.kind is kind:
@@ -236,27 +222,27 @@ class SegmentFiles:
             sequence=max(s.header.sequence for s in self.segments) + 1,
             uid=self.uid,
         )
-        self._write_all(segment.descriptor, header.pack(), 0)
+        write_all(self._calls, segment.descriptor, header.pack(), 0)
         self._calls.sync(segment.descriptor)
         segment.header = header
         segment.used = 0
         self._open[kind] = segment
         if segment.size_bytes > self._settings.segment_bytes:  # configured smaller than before
-            os.ftruncate(segment.descriptor, self._settings.segment_bytes)
+            self._calls.truncate(segment.descriptor, self._settings.segment_bytes)
             segment.size_bytes = self._settings.segment_bytes
 
     def write(self, place: DiskPlace, payload: Buffer, header: SlotHeader) -> None:
         """Write one slot, its header last. Not synced. Raises `OSError`."""
         segment = self.segments[place.segment]
         begin = segment.slot_begin(place.slot)
-        self._write_all(segment.descriptor, payload, begin)
+        write_all(self._calls, segment.descriptor, payload, begin)
         if faults.hit("store.segment_write") == "flip":  # between the two: a torn slot
-            self._write_all(segment.descriptor, bytes((payload[0] ^ 1,)), begin)
+            write_all(self._calls, segment.descriptor, bytes((payload[0] ^ 1,)), begin)
         data = replace(
             header, segment=place.segment, slot=place.slot, generation=place.generation
         ).pack()
         end = segment.slot_begin(place.slot + 1)
-        self._write_all(segment.descriptor, data, end - HEADER_BYTES)
+        write_all(self._calls, segment.descriptor, data, end - HEADER_BYTES)
 
     def sync(self, numbers: Iterable[int]) -> None:
         """Make the written slots of these segments durable. Raises `OSError`."""
@@ -268,15 +254,7 @@ class SegmentFiles:
         segment = self.segments[place.segment]
         if segment.header.generation == place.generation and place.slot < segment.header.slots:
             end = segment.slot_begin(place.slot + 1)
-            self._write_all(segment.descriptor, _BLANK, end - HEADER_BYTES)
-
-    def _write_all(self, descriptor: int, data: Buffer, offset: int) -> None:
-        view = memoryview(data)
-        while view:
-            written = self._calls.pwrite(descriptor, view, offset)
-            if written <= 0:
-                raise OSError("a write took nothing")
-            view, offset = view[written:], offset + written
+            write_all(self._calls, segment.descriptor, _BLANK, end - HEADER_BYTES)
 
     # reading ---------------------------------------------------------------------------------
 
@@ -289,13 +267,15 @@ class SegmentFiles:
         end = segment.slot_begin(place.slot + 1)
         data = memoryview(bytearray(HEADER_BYTES))
         try:
-            whole = self._read_all(segment.descriptor, data, end - HEADER_BYTES)
+            whole = read_all(self._calls, segment.descriptor, data, end - HEADER_BYTES)
             header = SlotHeader.unpack(data) if whole else None
             if (
                 header is None
                 or not _stands_at(header, place)
                 or header.facts.payload_bytes != len(dest)
-                or not self._read_all(segment.descriptor, dest, segment.slot_begin(place.slot))
+                or not read_all(
+                    self._calls, segment.descriptor, dest, segment.slot_begin(place.slot)
+                )
             ):
                 return None
         except OSError as error:
@@ -303,49 +283,25 @@ class SegmentFiles:
             return None
         return header
 
-    def _read_all(self, descriptor: int, dest: memoryview, offset: int) -> bool:
-        while dest:
-            got = self._calls.preadv(descriptor, [dest], offset)
-            if got <= 0:
-                return False
-            dest, offset = dest[got:], offset + got
-        return True
+    def _pread(self, descriptor: int, count: int, offset: int) -> bytes:
+        """At most `count` bytes, fewer at the end of the file. Raises `OSError`."""
+        data = bytearray(count)
+        got = 0
+        while got < count:
+            part = self._calls.preadv(descriptor, [memoryview(data)[got:]], offset + got)
+            if part <= 0:
+                break
+            got += part
+        return bytes(data[:got])
 
     def close(self) -> None:
         for segment in self.segments:
-            os.close(segment.descriptor)
+            self._calls.close(segment.descriptor)
         self.segments.clear()
-
-
-def lock_directory(directory: str) -> int:
-    """Take the directory for this process: a descriptor, whose closing (or the process's end) gives
-    it back. Raises `ConfigError` naming the owner when there is one."""
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-        os.close(descriptor)
-        raise ConfigError(
-            f"directory: one store process may own it, process {owner or '?'} does"
-        ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-    return descriptor
 
 
 def _length(path: Path) -> int | None:
     return path.stat().st_size if path.exists() else None
-
-
-def _taken_bytes(path: Path) -> int:
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return 0
-    return min(found.st_size, found.st_blocks * 512)  # a sparse file has still to take its space
 
 
 def _give_back(before: dict[Path, int | None]) -> None:

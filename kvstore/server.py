@@ -19,11 +19,12 @@ from headrace.core.link import Link, open_link, parse_address, serve_links
 from headrace.core.role import Ready, RoleSettings
 from headrace.core.states import ReplicaState
 from headrace.kvstore.arena import create_arena, plan_regions
+from headrace.kvstore.files import FileCalls, lock_directory
 from headrace.kvstore.members import Beat, MemberBoard
 from headrace.kvstore.messages import STORE_MESSAGES
 from headrace.kvstore.publisher import Publisher
 from headrace.kvstore.salts import SaltBook
-from headrace.kvstore.segments import FileCalls, SegmentFiles, lock_directory
+from headrace.kvstore.segments import SegmentFiles
 from headrace.kvstore.sessions import Session
 from headrace.kvstore.settings import StoreSettings
 from headrace.kvstore.state import StoreState
@@ -55,7 +56,7 @@ async def run_store(
         raise ConfigError(f"listen: a store is served on unix:///path, got {scheme}")
     stop = stop or asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
-        lock = lock_directory(store.directory)
+        lock = lock_directory(store.directory, calls)
         stack.callback(os.close, lock)
         await _refuse_second(role, path)
         SaltBook.ensure(store.directory)

@@ -13,8 +13,8 @@ from headrace.core import faults
 from headrace.core.limits import WireLimits
 from headrace.kvstore import Kind
 from headrace.kvstore.connection import attach
+from headrace.kvstore.files import FileCalls
 from headrace.kvstore.layout import HEADER_BYTES, SEGMENT_HEADER_BYTES
-from headrace.kvstore.segments import FileCalls
 
 pytestmark = pytest.mark.fault
 SLOT = 4096
@@ -282,14 +282,14 @@ class SlowSync(FileCalls):
     """Syncs wait while the gate is closed: what is sealed meanwhile stays in the arena."""
 
     def __init__(self) -> None:
-        self.open = threading.Event()
-        self.open.set()
+        self.gate = threading.Event()
+        self.gate.set()
         self.waiting = threading.Event()
 
     def sync(self, descriptor: int) -> None:
-        if not self.open.is_set():
+        if not self.gate.is_set():
             self.waiting.set()
-            assert self.open.wait(20)
+            assert self.gate.wait(20)
         super().sync(descriptor)
 
 
@@ -302,14 +302,14 @@ async def test_objects_written_over_by_a_client_do_not_get_under_a_sound_header(
     await rig.start()
     client = await rig.client()
     connection = await attach(rig.role.listen, TOKEN, "scribbler", bytes(32), WireLimits())
-    gate.open.clear()
+    gate.gate.clear()
     await client.put(Kind.KV, things.blocks(1))
     while not gate.waiting.is_set():
         await asyncio.sleep(0.01)
     (place,) = await client.put(Kind.KV, things.blocks(2))
     slot_of(connection.arena, place)[100] ^= 1
     connection.abort()
-    gate.open.set()
+    gate.gate.set()
     stat = await when_idle(client)
     assert (stat.damaged, stat.blocks, stat.ssd_objects) == (1, 1, 1)
     assert await client.open_prefix([things.digest(2)], None) == ()

@@ -13,9 +13,10 @@ import pytest
 from headrace.core import faults
 from headrace.core.errors import ConfigError
 from headrace.core.ids import Digest
+from headrace.kvstore.files import FileCalls, lock_directory
 from headrace.kvstore.layout import NO_DIGEST, ObjectFacts, SegmentHeader, SlotHeader, checksum
 from headrace.kvstore.objects import DiskPlace
-from headrace.kvstore.segments import FileCalls, SegmentFiles, lock_directory
+from headrace.kvstore.segments import SegmentFiles
 from headrace.kvstore.settings import Kind
 
 SIZE = 3000

@@ -16,6 +16,7 @@ from headrace.core.limits import WireLimits
 from headrace.core.messages import Place
 from headrace.kvstore import Kind
 from headrace.kvstore.connection import attach
+from headrace.kvstore.files import FileCalls
 from headrace.kvstore.layout import NO_DIGEST
 from headrace.kvstore.messages import (
     STORE_MESSAGES,
@@ -31,7 +32,6 @@ from headrace.kvstore.messages import (
     Wish,
     Written,
 )
-from headrace.kvstore.segments import FileCalls
 
 TOKEN = "a cluster token of tests"
 
