@@ -7,7 +7,8 @@ A key that we do not know may change the mathematics, so it is refused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -81,7 +82,7 @@ def read_values(
     """
     family = family_of(data)
     if "family" in data or "family" in dict(data.get("text_config") or {}):
-        raise ConfigError("family: unknown key")
+        raise ConfigError("family: unknown key, wanted model_type, which says it")
     values = _v4_values(data) if family is Family.V4 else _v41_values(data)
     for key, wanted in _FIXED_BY_FAMILY[family].items():
         found = values.pop(key, wanted[0])
@@ -111,9 +112,10 @@ def _v41_values(data: Mapping[str, Any]) -> dict[str, Any]:
         if key in top:
             values[key] = top.pop(key)
     if top:
-        raise ConfigError(f"{sorted(top)[0]}: unknown key at the top level")
+        known = (*_TOP_KEYS, "text_config", "vision_config", *_IGNORED_KEYS)
+        raise unknown_key("", sorted(top)[0], top, known)
     if "num_hash_layers" in values:
-        raise ConfigError("text_config.num_hash_layers: unknown key")
+        raise unknown_key("text_config", "num_hash_layers", values, ())
     return values
 
 
@@ -125,7 +127,8 @@ def _v4_values(data: Mapping[str, Any]) -> dict[str, Any]:
     values = {k: v for k, v in data.items() if k not in _IGNORED_V4}
     for key in values:
         if key.startswith(V41_ONLY_PREFIXES):
-            raise ConfigError(f"{key}: unknown key in a {Family.V4.value} configuration")
+            found = f"found {values[key]!r:.60}, wanted no key of V4.1's mechanisms"
+            raise ConfigError(f"{key}: unknown key in a {Family.V4.value} configuration, {found}")
     layers: Any = values.get("num_hidden_layers")
     ratios: Any = values.get("compress_ratios")
     extra = values.pop("num_nextn_predict_layers", 0)
@@ -147,12 +150,23 @@ def _v4_values(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def unknown_key(
+    where: str, key: str, values: Mapping[str, Any], known: Iterable[str]
+) -> ConfigError:
+    """The refusal of a key that may change the mathematics, with the known one most like it."""
+    near = difflib.get_close_matches(key, list(known), 1)
+    wanted = f"it removed, or {near[0]}" if near else "it removed"
+    name = f"{where}.{key}" if where else f"{key}"
+    level = "" if where else " at the top level"
+    return ConfigError(f"{name}: unknown key{level}, found {values[key]!r:.60}, wanted {wanted}")
+
+
 def build(cls: type[Any], where: str, values: Mapping[str, Any]) -> Any:
     """Construct a dataclass from JSON values; lists become tuples, names and types are checked."""
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in values:
         if key not in fields or key == "vision" and not dataclasses.is_dataclass(values[key]):
-            raise ConfigError(f"{where}.{key}: unknown key")
+            raise unknown_key(where, key, values, fields)
     for name, item in fields.items():
         required = item.default is dataclasses.MISSING
         if required and name not in values:

@@ -59,18 +59,21 @@ def read_index(folder: Path, meter: Meter) -> Index:
         document = read_json(folder / INDEX_NAME)
         weight_map, metadata = document.get("weight_map"), document.get("metadata") or {}
         if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
-            raise CheckpointError(f"{INDEX_NAME}: wanted an object weight_map and metadata")
+            found = f"weight_map {type(weight_map).__name__}, metadata {type(metadata).__name__}"
+            raise CheckpointError(f"{INDEX_NAME}: found {found}, wanted two objects")
     elif (folder / SINGLE_NAME).exists():
         with Shard.open(folder / SINGLE_NAME, meter) as shard:
             weight_map = {place.spec.name: SINGLE_NAME for place in shard.header.places}
         metadata = {}
     else:
-        raise CheckpointError(f"{INDEX_NAME}: missing, and there is no {SINGLE_NAME}")
+        raise CheckpointError(
+            f"{INDEX_NAME}: missing: found neither it nor {SINGLE_NAME}, wanted one of them"
+        )
     tensors: dict[str, Located] = {}
     for raw_name, file in weight_map.items():
         if not isinstance(file, str) or not _is_file_name(file):
             raise CheckpointError(
-                f"{raw_name}: the index names file {str(file)[:200]!r}, wanted the name of a "
+                f"{raw_name}: found file {str(file)[:200]!r} in the index, wanted the name of a "
                 ".safetensors file in the checkpoint's own folder"
             )
         name = raw_name.removeprefix(PREFIX)
@@ -91,7 +94,9 @@ def present_entries(index: Index, table: Iterable[TensorEntry]) -> tuple[TensorE
     known = {spec.name: entry for entry in table for spec in entry.stored}
     for name in index.tensors:
         if name not in known:
-            raise CheckpointError(f"{name}: unknown tensor, the configuration has none of this")
+            raise CheckpointError(
+                f"{name}: unknown tensor: found in the index, wanted by no part of the model"
+            )
     found = {known[name].name for name in index.tensors}
     return tuple(dict.fromkeys(e for e in known.values() if e.name in found))
 
@@ -108,7 +113,7 @@ def require(index: Index, entries: Iterable[TensorEntry]) -> tuple[TensorEntry, 
             continue
         if missing:
             raise CheckpointError(
-                f"{missing[0]}: missing from the index, wanted for the {entry.part} part"
+                f"{missing[0]}: missing: not found in the index, wanted for the {entry.part} part"
             )
         wanted.append(entry)
     return tuple(wanted)
@@ -144,7 +149,9 @@ def check_shard(
             continue
         located = index.tensors.get(name)
         if located is None or located.raw_name != raw_name:
-            raise CheckpointError(f"{raw_name}: found in {shard.name}, not in the index")
+            raise CheckpointError(
+                f"{raw_name}: found in {shard.name} and not in the index, wanted in both"
+            )
         if located.file != shard.name:
             raise CheckpointError(
                 f"{name}: found in {shard.name} and, by the index, in {located.file}, wanted once"
@@ -153,7 +160,7 @@ def check_shard(
         places[name] = place
     for name in promised:
         if name not in places:
-            raise CheckpointError(f"{name}: the index names {shard.name}, which does not hold it")
+            raise CheckpointError(f"{name}: not found in {shard.name}, wanted there by the index")
     return places
 
 

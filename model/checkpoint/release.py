@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.model.config import ModelConfig
-from headrace.model.config_file import V41_ONLY_PREFIXES, Family, family_of
+from headrace.model.config_file import V41_ONLY_PREFIXES, Family, family_of, unknown_key
 from headrace.model.errors import ConfigError
 
 MODEL_TYPE = Family.V41.value
@@ -177,7 +177,8 @@ def _quantisation(value: Any) -> Quantisation | None:
         )
     experts = values.pop("expert_dtype", "fp8")
     if values:
-        raise ConfigError(f"quantization_config.{sorted(values)[0]}: unknown key")
+        known = (*fixed, "fmt", "weight_block_size", "expert_dtype")
+        raise unknown_key("quantization_config", sorted(values)[0], values, known)
     return Quantisation((block[0], block[1]), experts)
 
 

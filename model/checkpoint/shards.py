@@ -62,7 +62,12 @@ def parse_json(name: str, raw: bytes) -> dict[str, Any]:
     try:
         value = json.loads(raw, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name}: not valid JSON ({type(error).__name__})") from None
+        kind, place = type(error).__name__, ""
+        if isinstance(error, json.JSONDecodeError):
+            place = f" at line {error.lineno} column {error.colno}"
+        raise CheckpointError(
+            f"{name}: not valid JSON ({kind}{place}), found {len(raw)} bytes, wanted a JSON object"
+        ) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{name}: found {type(value).__name__}, wanted a JSON object")
     return value
@@ -74,11 +79,15 @@ def read_json(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             raw = file.read(MAX_JSON_BYTES + 1)
     except FileNotFoundError:
-        raise CheckpointError(f"{path.name}: missing from the checkpoint") from None
+        raise CheckpointError(
+            f"{path.name}: missing from the checkpoint: found no file, wanted one"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from None
     if len(raw) > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path.name}: longer than {MAX_JSON_BYTES} bytes")
+        raise CheckpointError(
+            f"{path.name}: found more than {MAX_JSON_BYTES} bytes, wanted at most that"
+        )
     return parse_json(path.name, raw)
 
 
@@ -109,13 +118,15 @@ def parse_header(name: str, raw: bytes, data_offset: int, file_bytes: int) -> Sh
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
     ):
-        raise CheckpointError(f"{name}: __metadata__ is not a table of strings")
+        raise CheckpointError(
+            f"{name}: __metadata__: found {_shown(metadata)}, wanted a table of strings"
+        )
     places = tuple(_place(name, key, value, data_offset) for key, value in document.items())
     end = data_offset
     for place in sorted(places, key=lambda p: (p.offset, p.spec.n_bytes)):
         if place.offset != end:
             raise CheckpointError(
-                f"{name}: {place.spec.name} starts at byte {place.offset}, wanted {end}: "
+                f"{name}: {place.spec.name}: found its start at byte {place.offset}, wanted {end}: "
                 "tensors overlap or leave a gap"
             )
         end += place.spec.n_bytes
@@ -126,6 +137,14 @@ def parse_header(name: str, raw: bytes, data_offset: int, file_bytes: int) -> Sh
     return ShardHeader(places, metadata, data_offset)
 
 
+def _shown(value: object) -> str:
+    """A value of a file in an error: short, whatever the file holds."""
+    return f"{value!r:.100}"
+
+
+_FILE_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
 def _is_sizes(value: object) -> bool:
     return isinstance(value, list) and all(
         isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
@@ -134,13 +153,18 @@ def _is_sizes(value: object) -> bool:
 
 def _place(file: str, name: str, value: Any, data_offset: int) -> TensorPlace:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{file}: {name}: wanted dtype, shape and data_offsets")
+        raise CheckpointError(
+            f"{file}: {name}: found {_shown(value)}, wanted dtype, shape and data_offsets"
+        )
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if dtype not in DTYPE_BYTES:
         wanted = ", ".join(DTYPE_BYTES)
         raise CheckpointError(f"{file}: {name}: found dtype {dtype!r}, wanted one of {wanted}")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{file}: {name}: shape or data_offsets are not sizes")
+        raise CheckpointError(
+            f"{file}: {name}: found shape {_shown(shape)} and data_offsets {_shown(offsets)}, "
+            "wanted sizes from 0 up"
+        )
     spec = StoredSpec(name, dtype, tuple(shape))
     if offsets[1] - offsets[0] != spec.n_bytes:
         raise CheckpointError(
@@ -166,7 +190,9 @@ class Shard:
             # A pipe would block the open and give other bytes at each read.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
-            raise CheckpointError(f"{path.name}: shard missing from the checkpoint") from None
+            raise CheckpointError(
+                f"{path.name}: shard missing from the checkpoint: found no file, wanted one"
+            ) from None
         except OSError as error:
             raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from None
         try:
@@ -180,18 +206,22 @@ class Shard:
     def _header(name: str, fd: int, meter: Meter) -> ShardHeader:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{name}: not a regular file")
+            raise CheckpointError(
+                f"{name}: found {_FILE_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}, "
+                "wanted a regular file"
+            )
         file_bytes = status.st_size
         if file_bytes < 8:
             raise CheckpointError(f"{name}: truncated, found {file_bytes} bytes, wanted a header")
         length = int.from_bytes(os.pread(fd, 8, 0), "little")
         if length > file_bytes - 8:
             raise CheckpointError(
-                f"{name}: header of {length} bytes is larger than the file of {file_bytes}"
+                f"{name}: found a header of {length} bytes, wanted at most {file_bytes - 8}: "
+                "the file ends there"
             )
         if length > MAX_JSON_BYTES:
             raise CheckpointError(
-                f"{name}: header of {length} bytes, wanted at most {MAX_JSON_BYTES}"
+                f"{name}: found a header of {length} bytes, wanted at most {MAX_JSON_BYTES}"
             )
         raw = os.pread(fd, length, 8)
         meter.read_bytes += 8 + len(raw)

@@ -273,7 +273,7 @@ def test_present_parts_are_read_where_others_are_absent(tmp_path: Path) -> None:
     with Checkpoint.open(text, None) as checkpoint:
         present = {entry.part for entry in checkpoint.entries}
     assert present == Selection.TEXT.parts
-    with pytest.raises(CheckpointError, match="image_start: missing from the index"):
+    with pytest.raises(CheckpointError, match="image_start: missing: not found in the index"):
         Checkpoint.open(text, full)
     with pytest.raises(CheckpointError, match="image_start: missing"):
         Checkpoint.open(text, Selection.VISION)

@@ -268,8 +268,8 @@ TID, APE = "layers.0.ffn.gate.tid2eid", "layers.1.attn.compressor.ape"
         (TID, lambda t: t[:, :1].contiguous(), rf"{TID}: found shape \[1024, 1\], wanted"),
         (APE, lambda t: t[:2].contiguous(), rf"{APE}: found shape \[2, 192\], wanted \[4, 192\]"),
         (APE, lambda t: t * torch.inf, f"{APE}: found a NaN or infinite value"),
-        (APE, None, f"{APE}: missing from the index"),
-        ("hc_head_fn", None, "hc_head_fn: missing from the index"),
+        (APE, None, f"{APE}: missing: not found in the index"),
+        ("hc_head_fn", None, "hc_head_fn: missing: not found in the index"),
         (
             "layers.1.attn.wq_a.scale",
             lambda t: t.view(torch.uint8).fill_(255).view(torch.float8_e8m0fnu),
