@@ -53,8 +53,7 @@ class Limit:
         unit = f" ({self.unit})" if self.unit else ""
         low, high = (repr(x) if isinstance(x, int) else _show(x) for x in (self.low, self.high))
         return LimitExceeded(  # a bound is ours and shown whole, the value is a client's
-            f"{self.name} must be {what} between {low} and {high}{unit},"
-            f" got {_show(value)}",
+            f"{self.name} must be {what} between {low} and {high}{unit}, got {_show(value)}",
             param=self.name,
         )
 

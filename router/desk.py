@@ -21,8 +21,10 @@ from headrace.core.messages import (
 )
 from headrace.core.records import RequestRecord
 from headrace.core.request import GenRequest
+from headrace.core.states import ReplicaState
 from headrace.kvstore import IndexReader, Kind
 from headrace.router.attempt import Attempt
+from headrace.router.blame import charge_loss
 from headrace.router.ledger import Ledger
 from headrace.router.replicas import Replica, Replicas
 from headrace.router.requests import Ticket
@@ -66,11 +68,11 @@ class Desk:
     ) -> None:
         self.ledger = ledger
         self.retries = settings.retries
-        self.crashes = settings.crashes
         self.resumes = settings.resumes
         self.late: Counter[str] = Counter()
         self.retried = 0
         self.draining = False
+        self._crashes = settings.crashes
         self._settings = settings
         self._deployment = deployment
         self._index = index
@@ -173,6 +175,17 @@ class Desk:
         self.retried += allowed
         return allowed
 
+    def apart_on(self, but: RequestId) -> set[str]:
+        """Keys of the replicas that have a request which is to run apart, other than `but`."""
+        return {
+            replica.key
+            for ticket in self._live.values()
+            if ticket.suspicion.apart and ticket.key.request_id != but
+            if (attempt := ticket.attempt) is not None
+            for replica in (attempt.prefill, attempt.decode)
+            if replica is not None
+        }
+
     def replica(self, key: str) -> Replica:
         """Raises `ConnectionResetError` when it has gone since it was chosen."""
         for replica in self.replicas.all():
@@ -224,6 +237,8 @@ class Desk:
             return
         blamed = attempt.to_blame(replica, message.key) if attempt is not None else None
         error = from_code(message.code, message.message)
+        if ticket is not None and blamed is replica:
+            ticket.suspicion.given_back(replica.key)
         heard = (
             ticket is not None
             and blamed is not None
@@ -233,8 +248,10 @@ class Desk:
 
     def on_lost(self, replica: Replica) -> None:
         lost = ReplicaLost(f"{replica.name} was lost")
+        suspicions = [ticket.suspicion for ticket in self._live.values()]
+        told = replica.state is ReplicaState.DRAINING
+        charge_loss(replica.key, suspicions, self._crashes, told=told)
         for ticket in tuple(self._live.values()):
-            ticket.note_lost(replica)
             if replica.role is Role.VISION:
                 ticket.sight.failed(replica, lost)
             elif ticket.attempt is not None and ticket.attempt.holds(replica):

@@ -21,6 +21,7 @@ from headrace.core.records import RequestRecord
 from headrace.core.request import GenRequest
 from headrace.core.states import RequestEvent
 from headrace.router.attempt import Attempt
+from headrace.router.blame import Suspicion
 from headrace.router.policy import Choice, Route, Work
 from headrace.router.replicas import Replica
 from headrace.router.sight import Sight
@@ -41,8 +42,7 @@ class Failed(Protocol):
 
 class Dispatch:
     """One a ticket. `attempt` is the newest, None before it is sent and between two; `work` what
-    the index said of the newest. `avoid` holds the keys of replicas that failed the request,
-    `ran_on` of those that were given it since its last token."""
+    the index said of the newest. `avoid` holds the keys of replicas that failed the request."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Dispatch:
         self.attempt: Attempt | None = None
         self.work: Work | None = None
         self.avoid: set[str] = set()
-        self.ran_on: set[str] = set()
+        self.suspicion = Suspicion()
 
     @property
     def key(self) -> JobKey:
@@ -84,11 +84,13 @@ class Dispatch:
     def begin(self, known: TokenIds) -> None:
         """Another attempt, in a task of its own; `known` are the tokens that it resumes after."""
         self.attempt, self._known = None, known
+        self.suspicion.begins_anew()
         self._go(self._send())
 
     def rebind(self, attempt: Attempt) -> None:
         """Another decode replica for the same prefill."""
         attempt.drop_decode("another decode replica")
+        self.suspicion.begins_anew()
         self._record.attempts += 1
         self._record.rebinds += 1
         self._go(self._bind(attempt))
@@ -121,7 +123,7 @@ class Dispatch:
     async def _send(self) -> None:
         begun_s = SYSTEM_CLOCK.now_s()
         work, route = await self._desk.rooms.find(
-            self._base, self._known, self.avoid, again=self._record.attempts > 0
+            self._base, self._known, self.avoid, again=self._record.attempts > 0, taken=self._taken
         )
         self._record.stage("queue_s", SYSTEM_CLOCK.now_s() - begun_s)
         if self._desk.card() != self._card:  # its digests would name another model's bytes
@@ -145,7 +147,7 @@ class Dispatch:
         """Send the attempt to its decode replica, which is chosen now unless it was before."""
         begun_s = SYSTEM_CLOCK.now_s()
         if attempt.decode is None:
-            choice = await self._desk.rooms.find_decode(attempt.work, self.avoid)
+            choice = await self._desk.rooms.find_decode(attempt.work, self.avoid, self._taken)
             self._record.why += f"; {choice.why}"
             self._take_decode(attempt, choice)
         self._record.epoch = self.epoch
@@ -161,7 +163,7 @@ class Dispatch:
         if route.prefill is not None:
             replica = self._desk.replica(route.prefill.key)
             attempt.take_prefill(replica)
-            self.ran_on.add(replica.key)
+            self.suspicion.given(replica.key)
             self._record.prefill = replica.name
             self._step(RequestEvent.SENT_TO_PREFILL)
         if route.decode is not None:
@@ -171,9 +173,13 @@ class Dispatch:
     def _take_decode(self, attempt: Attempt, choice: Choice) -> None:
         replica = self._desk.replica(choice.key)
         attempt.take_decode(replica, self._base.keep_tokens)
-        self.ran_on.add(replica.key)
+        self.suspicion.given(replica.key)
         self._record.decode = replica.name
         self._step(RequestEvent.SENT_TO_DECODE)
+
+    def _taken(self) -> set[str]:
+        """Keys of the replicas that this request may not share; asked anew at every look."""
+        return self._desk.apart_on(self._base.request_id) if self.suspicion.apart else set()
 
     def _request(self) -> GenRequest:
         now_s = asyncio.get_running_loop().time()

@@ -44,6 +44,7 @@ from headrace.core.states import (
 )
 from headrace.router.accounts import note_decode, note_prefill
 from headrace.router.attempt import Attempt
+from headrace.router.blame import Suspicion
 from headrace.router.dispatch import Dispatch
 from headrace.router.pieces import Arrival, Piece, Trouble
 from headrace.router.replicas import Replica
@@ -83,7 +84,6 @@ class Ticket:
         self._received = as_token_ids(())  # the answer's tokens so far, over all attempts
         self._resumed_at = 0  # how many of them this attempt was given
         self._barren = 0  # attempts in a row that gave no token
-        self._crashes = 0  # how many replicas were lost in a row while they had it
         self._cached: int | None = None  # `cached_tokens` as of the first resume
         self._given = False  # whether a piece with tokens was given in this attempt
         self._decode_done = False
@@ -105,6 +105,11 @@ class Ticket:
     @property
     def attempt(self) -> Attempt | None:
         return self._dispatch.attempt
+
+    @property
+    def suspicion(self) -> Suspicion:
+        """Whether this request may be what its replicas die of."""
+        return self._dispatch.suspicion
 
     @property
     def _begun(self) -> bool:
@@ -201,9 +206,10 @@ class Ticket:
             return False
         self._received.extend(token_ids)
         if token_ids:
-            self._barren = self._crashes = 0
+            self._barren = 0
             decode = self.attempt.decode if self.attempt is not None else None
-            self._dispatch.ran_on = {decode.key} if decode is not None else set()
+            if self.suspicion.acquit(decode.key if decode is not None else None):
+                self._desk.rooms.kick()  # others may run there now
         if item.finish is not None:
             self._decode_done = True
             self.times = item.times
@@ -231,16 +237,11 @@ class Ticket:
         """The bound decode replica was told everything."""
         assert self.attempt is not None
         self.attempt.done(message)
+        if self.attempt.prefill is not None:
+            self.suspicion.given_back(self.attempt.prefill.key)
         self._step(RequestEvent.PREFILL_DONE)
         self._desk.rooms.kick()
         self._arrived.set()
-
-    def note_lost(self, replica: Replica) -> None:
-        """A replica is gone. If it had this request, running or waiting, the request may be what
-        killed it; a token shows that it got past that point."""
-        if replica.key in self._dispatch.ran_on:
-            self._dispatch.ran_on.discard(replica.key)
-            self._crashes += 1
 
     def trouble(self, error: HeadraceError, *, retryable: bool, replica: Replica | None) -> bool:
         """A replica gave the attempt up or is gone; False when that no longer matters."""
@@ -265,9 +266,9 @@ class Ticket:
         if self._decode_done:  # its end came in right behind the trouble
             return False
         resume = bool(self._received) and self._desk.resumes > 0
-        if self._crashes >= self._desk.crashes:
+        if self.suspicion.guilty:
             raise ReplicaLost(
-                f"{self._crashes} replicas were lost in a row while they had this request",
+                f"{self.suspicion.losses} replicas were lost in a row while they had this request",
                 code="request_quarantined",
             )
         if not trouble.retryable or not self._may_repeat(resume):

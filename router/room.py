@@ -62,6 +62,7 @@ class Rooms:
         self._for_decode = Line()
         self._for_prefill = Line()
         self._news = asyncio.Event()  # set and replaced when a replica joins or reports
+        self._kicked = asyncio.Event()  # the same on every kick
         self._turn = self._bind_turn = 0  # two, or every second replica would get all late binds
 
     @property
@@ -73,6 +74,8 @@ class Rooms:
         """Something may have made room."""
         self._for_decode.kick()
         self._for_prefill.kick()
+        self._kicked.set()
+        self._kicked = asyncio.Event()
 
     def news(self) -> None:
         """A replica joined or reported its load."""
@@ -88,24 +91,38 @@ class Rooms:
         return card
 
     async def find(
-        self, request: GenRequest, generated_ids: TokenIds, avoid: set[str], *, again: bool
+        self,
+        request: GenRequest,
+        generated_ids: TokenIds,
+        avoid: set[str],
+        *,
+        again: bool,
+        taken: Callable[[], set[str]],
     ) -> tuple[Work, Route]:
         """Look the prompt up and choose replicas, waiting in line while none has room. A further
         attempt does not queue behind requests that have not begun, and waits `resume_wait_s` for a
-        decode replica to come back; `generated_ids` are the tokens that it resumes after.
+        decode replica to come back; `generated_ids` are the tokens that it resumes after. `taken`
+        names replicas that must not be chosen as of now; while it names all, the request waits
+        outside the lines.
 
         Raises `Unavailable` without a routable decode replica, `Overloaded` when the lines are
         full, `LimitExceeded` when no replica can ever hold the request."""
         if not again:
-            return await self._find(request, generated_ids, avoid, again=False)
-        return await self._patiently(lambda: self._find(request, generated_ids, avoid, again=True))
+            return await self._find(request, generated_ids, avoid, taken, again=False)
+        return await self._patiently(
+            lambda: self._find(request, generated_ids, avoid, taken, again=True)
+        )
 
-    async def find_decode(self, work: Work, avoid: set[str]) -> Choice:
+    async def find_decode(
+        self, work: Work, avoid: set[str], taken: Callable[[], set[str]]
+    ) -> Choice:
         """A decode replica for a request that prefill has begun: by the loads of now, before those
         who have not begun. Raises as `find` does for a further attempt, without `Overloaded`."""
 
         def look() -> Choice | None:
-            decodes = _others(self._decodes(work), avoid)
+            decodes = _untaken(_others(self._decodes(work), avoid), taken())
+            if not decodes:
+                raise _AllTaken
             self._bind_turn += 1
             candidates = [self.replicas.candidate(replica) for replica in decodes]
             found = choose_decode(
@@ -134,9 +151,17 @@ class Rooms:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(until_s):
                         await self._news.wait()
+            except _AllTaken:
+                await self._kicked.wait()
 
     async def _find(
-        self, request: GenRequest, generated_ids: TokenIds, avoid: set[str], *, again: bool
+        self,
+        request: GenRequest,
+        generated_ids: TokenIds,
+        avoid: set[str],
+        taken: Callable[[], set[str]],
+        *,
+        again: bool,
     ) -> tuple[Work, Route]:
         begun_s = SYSTEM_CLOCK.now_s()
         card = self.card()
@@ -156,14 +181,14 @@ class Rooms:
         late = self.bind is HandoffBind.LATE and work.wants_prefill
         late = late and bool(_others(self.replicas.routable(Role.PREFILL), avoid))
         line = self._for_prefill if late else self._for_decode
-        found = self._choose(work, avoid) if again or not len(line) else None
+        found = self._choose(work, avoid, taken) if again or not len(line) else None
         self._witness.on_routed(SYSTEM_CLOCK.now_s() - begun_s)
         if found is not None:
             return work, found
         limit = self._deployment.edge.queued_requests
         if self.waiting >= limit and not again:  # what has begun was let in before
             raise Overloaded(f"queued_requests is limited to {limit}, all replicas are full")
-        return work, await line.wait(lambda: self._choose(work, avoid), begun=again)
+        return work, await line.wait(lambda: self._choose(work, avoid, taken), begun=again)
 
     async def _look_up(self, request: GenRequest, card: ModelCard) -> Hits:
         """What is stored of the prompt: the exact blocks, and in mode `replay` those behind them
@@ -192,14 +217,17 @@ class Rooms:
             )
         return decodes
 
-    def _choose(self, work: Work, avoid: set[str]) -> Route | None:
-        decodes = self._decodes(work)
-        prefills = self.replicas.routable(Role.PREFILL)
+    def _choose(self, work: Work, avoid: set[str], taken: Callable[[], set[str]]) -> Route | None:
+        theirs = taken()
+        decodes = _untaken(_others(self._decodes(work), avoid), theirs)
+        prefills = _untaken(_others(self.replicas.routable(Role.PREFILL), avoid), theirs)
+        if not decodes:
+            raise _AllTaken
         self._turn += 1
         found = route(
             work,
-            [self.replicas.candidate(r) for r in _others(decodes, avoid)],
-            [self.replicas.candidate(r) for r in _others(prefills, avoid)],
+            [self.replicas.candidate(r) for r in decodes],
+            [self.replicas.candidate(r) for r in prefills],
             bind=self.bind,
             queue_ahead=self._settings.queue_ahead,
             start_rows_per_s=self._settings.prefill_rows_per_s,
@@ -213,6 +241,14 @@ class Rooms:
 
     def _count(self, role: Role, choice: Choice) -> None:
         self.routed[(role.value, choice.key.partition("/")[0], choice.reason)] += 1
+
+
+class _AllTaken(Exception):
+    """Every decode replica has a request which the one that looks may not share it with."""
+
+
+def _untaken(replicas: list[Replica], taken: set[str]) -> list[Replica]:
+    return [replica for replica in replicas if replica.key not in taken]
 
 
 def _others(replicas: list[Replica], avoid: set[str]) -> list[Replica]:

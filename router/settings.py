@@ -65,7 +65,7 @@ class RouterSettings:
     keepalive_s: float = 15.0  # a stream without a token for this long gets an SSE comment
     drain_s: float = 10.0  # at stop: how long open requests may still finish
     retries: int = 2  # further attempts in a row of one request that give no token
-    crashes: int = 2  # replicas lost in a row under one request, then it is not tried again
+    crashes: int = 2  # losses in a row that make a request suspect; see `router.blame`
     resumes: int = 8  # of one answer, after its first token; 0: a lost decode ends a stream
     resume_wait_s: float = 30.0  # how long a further attempt waits while no decode is routable
     images: bool = False  # whether pictures are taken; a deployment with vision replicas takes them

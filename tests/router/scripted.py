@@ -65,6 +65,7 @@ class Script:
     fail_each: int = 64  # the same, counted from where an attempt began
     hit_tokens: int = 0
     together: int = 1  # tokens a batch
+    fatal_tokens: int = 0  # a prompt of this length kills the replica as soon as it arrives
 
 
 class MortalBeat(Beat):
@@ -104,6 +105,8 @@ class ScriptedReplica:
         limits = rig.deployment.wire
         self.server = PeerServer(self.hello, handlers, self._on_left, rig.token, limits)
         self._beat: MortalBeat | None = None
+        self.dead = False
+        self.dying: asyncio.Task[None] | None = None
 
     def hello(self) -> Hello:
         return Hello(self.role, self.name, self.says or self.boot, "test", self.card)
@@ -135,6 +138,7 @@ class ScriptedReplica:
 
     async def die(self) -> None:
         """As a killed process: sockets close at once, the record runs out by itself."""
+        self.dead = True
         if self._beat is not None:
             await self._beat.die()
         for task in self.running.values():
@@ -167,6 +171,9 @@ class ScriptedReplica:
 
     def _on_job(self, peer: Peer, job: DecodeJob | PrefillJob) -> None:
         self.jobs.append(job)
+        if job.request.n_tokens == self.script.fatal_tokens:
+            self.dying = asyncio.create_task(self.die())
+            return
         run = self._decode if isinstance(job, DecodeJob) else self._prefill
         task = asyncio.create_task(run(peer, job))  # type: ignore[arg-type]
         self.running[job.request.key] = task

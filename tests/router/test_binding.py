@@ -136,7 +136,7 @@ async def test_prefill_tells_that_it_cannot_reach_the_one_it_is_bound_to(rigs: A
 
 
 async def test_both_lost_at_once_is_one_further_attempt(rigs: Any) -> None:
-    async with rigs(decodes=2, prefills=1, local_prefill_rows=0, crashes=3) as rig:
+    async with rigs(decodes=2, prefills=1, local_prefill_rows=0) as rig:
         for decode in rig.decodes:
             _, decode.script.gate = rig.gate_at(0)
         prefill = rig.prefills[0]
