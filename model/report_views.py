@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from headrace.model.checkpoint.names import Part, Selection
+from headrace.model.config import ModelConfig
 from headrace.model.errors import ConfigError
 from headrace.model.report import RECORD_SPACING_TOKENS, LayerRow, LayoutReport
 
@@ -31,6 +33,13 @@ def _exact(n: float) -> str:
 
 def _count(n: int) -> str:
     return f"{n:,}" if n else "·"
+
+
+def part_name(part: Part, config: ModelConfig) -> str:
+    """A model without a decoder half has layers, and no encoder."""
+    if part is Part.ENCODER and config.n_decoder_layers == 0:
+        return "layers"
+    return part.value.replace("_", " ")
 
 
 def layer_name(row: LayerRow) -> str:
@@ -115,7 +124,8 @@ def _total_table(report: LayoutReport) -> Table:
         table.add_row("keep", f"{report.keep_tokens:,} tokens", keep)
     else:
         table.add_row("keep", "1 token", "no decoder half: all layers run every row")
-    replay = "encoder rows that rebuild every window without a record"
+    run = "encoder rows" if halves else "rows of all layers"
+    replay = f"{run} that rebuild every window without a record"
     table.add_row("exact replay", f"{config.replay_reach_rows:,} rows", replay)
     return table
 
@@ -127,7 +137,7 @@ def _weight_table(report: LayoutReport) -> Table:
         table.add_column(head, justify="right")
     for part, total in report.weights.items():
         table.add_row(
-            part.value.replace("_", " "),
+            part_name(part, report.config),
             f"{total.n_tensors:,}",
             f"{total.n_parameters:,}",
             f"{total.n_bytes:,}",
@@ -286,13 +296,13 @@ def _draw_slot(axes: Axes, report: LayoutReport) -> None:
 
 
 def _draw_weights(axes: Axes, report: LayoutReport) -> None:
-    from headrace.model.checkpoint.names import Selection
-
-    kinds = {"whole": frozenset(report.weights), "encoder only": Selection.ENCODER.parts}
-    left = [0.0, 0.0]
+    kinds = {"whole": frozenset(report.weights)}
+    if report.config.n_decoder_layers:
+        kinds["encoder only"] = Selection.ENCODER.parts
+    left = [0.0] * len(kinds)
     for part, total in report.weights.items():
         widths = [total.n_bytes / 1e9 * (part in held) for held in kinds.values()]
-        axes.barh(list(kinds), widths, left=left, label=part.value.replace("_", " "))
+        axes.barh(list(kinds), widths, left=left, label=part_name(part, report.config))
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_xlabel("GB")
     with_engram, without = report.encoder_share(True), report.encoder_share(False)

@@ -129,7 +129,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     vision: dict[str, Any] = {}
     top: dict[str, Any] = {"model_type": MODEL_TYPE}
     for key, value in flat.items():
-        if key in _FLAT_IGNORED or key in ("dtype", "expert_dtype"):
+        if key in _FLAT_IGNORED or key in ("dtype", "expert_dtype", "weight_block_size"):
             continue
         if key in _ROPE_RENAMES:
             scaling[_ROPE_RENAMES[key]] = value
@@ -152,10 +152,14 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     if dtype not in ("fp8", "bf16"):
         raise ConfigError(f"dtype: found {dtype!r}, wanted 'fp8' or 'bf16'")
     if dtype == "fp8":
-        # Nor does it give the block: 32 x 32 is what V4.1's files hold, and their shapes are
-        # checked against it.
+        # The published flat file does not give the block: 32 x 32 is what its weights have. Shapes
+        # are checked against it.
         experts = flat.get("expert_dtype") or "fp8"
-        top["quantization_config"] = quantisation_document(Quantisation((32, 32), experts))
+        stored = quantisation_document(Quantisation((32, 32), experts))
+        block = flat.get("weight_block_size", stored["weight_block_size"])
+        top["quantization_config"] = stored | {"weight_block_size": block}
+    elif (block := flat.get("weight_block_size")) is not None:
+        raise ConfigError(f"weight_block_size: found {block!r:.60}, wanted none with dtype 'bf16'")
     return top | {"text_config": text}
 
 

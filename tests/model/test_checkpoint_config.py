@@ -15,6 +15,7 @@ from headrace.model.checkpoint import (
     ReleaseConfig,
     config_document,
     read_config,
+    tensor_table,
 )
 
 RATIOS = [0] * 2 + [2] * 18 + [1] * 20 + [0] * 3
@@ -279,11 +280,28 @@ def test_refused_with_key_found_and_wanted(path: str, value: Any, message: str) 
         ("score_func", "sigmoid", "scoring_func: found 'sigmoid'"),
         ("rope_factor", "x", "rope_scaling.factor: found 'x', wanted float"),
         ("beta_fast", "x", "rope_scaling.beta_fast: found 'x', wanted float"),
+        ("weight_block_size", [64, 64], r"weight_block_size: found \[64, 64\], wanted \[32, 32\]"),
+        ("weight_block_size", 128, "weight_block_size: found 128, wanted"),
+        ("weight_block_size", None, "weight_block_size: found None, wanted"),
     ],
 )
 def test_flat_file_is_held_to_the_same_rules(key: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config(FLAT | {key: value})
+
+
+def test_flat_file_may_give_the_size_of_a_block() -> None:
+    """Without it 32 x 32; the shapes of scales follow."""
+    large = read_config(FLAT | {"weight_block_size": [128, 128]})
+    assert large.quantisation == Quantisation((128, 128), "fp4")
+    assert large.model == read_config(FLAT).model
+    for block, shape in ((32, (40, 160)), (128, (10, 40))):
+        release = read_config(FLAT | {"weight_block_size": [block, block]})
+        table = tensor_table(release.model, release.quantisation)
+        (entry,) = (e for e in table if e.name == "layers.0.attn.wq_a.weight")
+        assert [spec.shape for spec in entry.stored] == [(1280, 5120), shape]
+    with pytest.raises(ConfigError, match=r"found \[32, 32\], wanted none with dtype 'bf16'"):
+        read_config(FLAT | {"dtype": "bf16", "weight_block_size": [32, 32]})
 
 
 def test_flat_file_without_quantisation_or_tower() -> None:

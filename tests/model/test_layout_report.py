@@ -162,6 +162,21 @@ def test_what_fits_is_the_most_that_fits(flash: LayoutReport) -> None:
             assert count * one <= free < (count + 1) * one
 
 
+@pytest.mark.parametrize("name", ["flash", "v4-flash"])
+def test_what_fits_is_allocated_on_the_meta_device(name: str) -> None:
+    """All sequences that fit of one length, in one state: its bytes are the ones that are left."""
+    config, context = ModelConfig.load(name), 131_072
+    report = layout_report(config, memory_bytes=141 * 10**9, tp=8)
+    for fit in report.fits:
+        count = fit.sequences[context]
+        n_blocks = count * (context // 128)
+        state = KvState(config, report.layout, n_blocks, count, Numerics.FAST, "meta")
+        held = state.blocks.nbytes + state.rings.nbytes + state.tails.nbytes
+        one = report.slot_bytes + context // 128 * report.block_bytes
+        assert count > 0 and fit.free_bytes - one < held <= fit.free_bytes
+        assert held == count * one
+
+
 def test_weights_that_do_not_fit_leave_nothing() -> None:
     report = layout_report(ModelConfig.load("flash"), memory_bytes=80 * 10**9)
     first = report.fits[0]
@@ -192,6 +207,17 @@ def test_model_without_decoder_half_has_no_encoder_share() -> None:
     assert report.encoder_share(True) is None
     assert [fit.build for fit in report.fits] == ["decode", "decode"]
     assert "encoder-only" not in text_of(report)
+
+
+def test_a_model_without_decoder_half_is_not_told_of_an_encoder(tmp_path: Path) -> None:
+    report = layout_report(ModelConfig.load("v4-flash"), memory_bytes=10**12)
+    text = text_of(report)
+    assert "rows of all layers that rebuild every window without a record" in text
+    assert "encoder" not in text and "prefill" not in text
+    draw_png(report, tmp_path / "v4.png")
+    assert (tmp_path / "v4.png").stat().st_size > 10_000
+    halves = text_of(layout_report(ModelConfig.load("flash")))
+    assert "encoder rows that rebuild every window without a record" in halves
 
 
 # ---- views ---------------------------------------------------------------------------------
