@@ -58,7 +58,8 @@ class Loader:
             running = self._running.get(entry.key)
             if entry.slot is None and running is None and entry not in mine:
                 fits = residents.fits(entry.kind, entry.facts.payload_bytes)  # other settings: no
-                slot = residents.take(entry.kind) if fits and not entry.dropped else None
+                domain = entry.facts.domain
+                slot = residents.take(entry.kind, domain) if fits and not entry.dropped else None
                 if slot is None:
                     break
                 self._state.pin(entry)  # until the read has ended, whoever waits for it

@@ -29,6 +29,7 @@ class Saving(StrEnum):
     WRITING = "writing"
     SAVED = "saved"
     GIVEN_UP = "given_up"  # no room, an error, or another store has claimed it: arena only
+    HELD_BACK = "held_back"  # a window record that has not earned its bytes: written when used
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class Entry:
     slot: int | None = None
     generation: int = 0
     disk: DiskPlace | None = None
+    proven: bool = False  # a second request has used it since it came into the store
+    touched: bool = False  # used since it was written to its disk place
     leases: set[JobKey] = field(default_factory=set)
     pins: int = 0
 

@@ -1,14 +1,16 @@
-"""Which objects lie in the arena, which of them may go, and in what order they go."""
+"""Which objects lie in the arena and which of them may go; `order` says who goes first."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.kvstore.arena import Arena, Region
-from headrace.kvstore.layout import SlotHeader
+from headrace.kvstore.layout import SlotHeader, domain_tag
 from headrace.kvstore.objects import Entry, Saving
+from headrace.kvstore.order import LeaveOrder
+from headrace.kvstore.policy import COMMON, StorePolicy, allowances
 from headrace.kvstore.records import ARENA_SEGMENT
 from headrace.kvstore.settings import Kind
 from headrace.kvstore.slots import SlotPool
@@ -28,24 +30,35 @@ def may_leave(entry: Entry) -> bool:
         and not entry.dropped
         and not entry.pins
         and not entry.leases
-        and entry.saving in (Saving.SAVED, Saving.GIVEN_UP)
+        and entry.saving in (Saving.SAVED, Saving.GIVEN_UP, Saving.HELD_BACK)
     )
 
 
 class Residents:
-    """The arena's slots and the objects in them; least recently used goes first.
+    """The arena's slots and the objects in them, one `LeaveOrder` a kind.
 
     `on_room` is called when a slot became free or evictable; `on_evict(entry)` before an object
-    loses its slot to another."""
+    loses its slot to another. `groups` numbers the domains that have a share of their own, by
+    their tag; all others are `COMMON`."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, policy: StorePolicy, clock: Clock) -> None:
         self.arena = arena
+        self.groups = {
+            domain_tag(share.domain): number
+            for number, share in enumerate(policy.domain_shares, COMMON + 1)
+        }
         self.regions: dict[Kind, Region] = {region.kind: region for region in arena.regions}
         self.pools = {region.kind: SlotPool(region.slots) for region in arena.regions}
         self.on_room: Callable[[], None] = lambda: None
         self.on_evict: Callable[[Entry], None] = lambda entry: None
-        self._evictable: dict[Kind, OrderedDict[Entry, None]] = {
-            region.kind: OrderedDict() for region in arena.regions
+        self.orders: dict[Kind, LeaveOrder[Entry]] = {
+            region.kind: LeaveOrder(
+                region.slots,
+                allowances(policy.domain_shares, region.slots),
+                policy.probation_share,
+                clock,
+            )
+            for region in arena.regions
         }
         self._ghosts: set[Entry] = set()  # dropped while pinned: their slot is still in use
 
@@ -54,23 +67,30 @@ class Residents:
         region = self.regions.get(kind)
         return region is not None and 0 < payload_bytes <= region.payload_bytes
 
-    def take(self, kind: Kind) -> int | None:
-        """Reserve a slot, evicting if there is need; None when nothing may go. Its header is blank:
-        from here on no reader believes what lay there."""
-        pool = self.pools[kind]
-        slot = pool.take()
-        if slot is None and self._evictable[kind]:
-            entry = next(iter(self._evictable[kind]))
+    def group(self, domain: bytes) -> int:
+        """The number of the group that a domain's tag belongs to."""
+        return self.groups.get(domain, COMMON)
+
+    def take(self, kind: Kind, domain: bytes) -> int | None:
+        """Reserve a slot for an object of a domain, evicting if there is need; None when nothing
+        may go. Its header is blank: from here on no reader believes what lay there."""
+        pool, order, group = self.pools[kind], self.orders[kind], self.group(domain)
+        if not pool.free or order.full_for(group):
+            entry = order.victim(group)
+            if entry is None:
+                return None
             self.leave(entry)
             self.on_evict(entry)
-            slot = pool.take()
+        slot = pool.take()
         if slot is not None:
+            order.taken[group] += 1
             self.arena.blank_header(self.regions[kind], slot)
         return slot
 
-    def give(self, kind: Kind, slot: int) -> None:
-        """A reserved slot comes back unused."""
+    def give(self, kind: Kind, slot: int, domain: bytes) -> None:
+        """A slot reserved for that domain comes back unused."""
         self.pools[kind].give_reserved(slot)
+        self.orders[kind].taken[self.group(domain)] -= 1
         self.on_room()
 
     def enter(self, entry: Entry, slot: int) -> None:
@@ -78,6 +98,8 @@ class Residents:
         pool, region = self.pools[entry.kind], self.regions[entry.kind]
         pool.fill(slot)
         entry.slot, entry.generation = slot, pool.generation(slot)
+        group = self.group(entry.facts.domain)
+        self.orders[entry.kind].enter(entry, group, proven=entry.proven)
         header = SlotHeader(
             facts=entry.facts,
             checksum=entry.checksum,
@@ -94,7 +116,7 @@ class Residents:
         self.arena.blank_header(self.regions[entry.kind], entry.slot)
         self.pools[entry.kind].give_resident(entry.slot)
         entry.slot = None
-        self._evictable[entry.kind].pop(entry, None)
+        self.orders[entry.kind].leave(entry)
         self.on_room()
 
     def hide(self, entry: Entry) -> None:
@@ -111,18 +133,15 @@ class Residents:
             else:
                 self._ghosts.discard(entry)
                 self.leave(entry)
-        order = self._evictable[entry.kind]
+        order = self.orders[entry.kind]
         if not may_leave(entry):
-            order.pop(entry, None)
-        elif entry not in order:
-            order[entry] = None
+            order.forbid(entry)
+        elif order.allow(entry):
             self.on_room()
 
     def touch(self, entry: Entry) -> None:
         """The object was used: it leaves the arena later than others."""
-        order = self._evictable[entry.kind]
-        if entry in order:
-            order.move_to_end(entry)
+        self.orders[entry.kind].use(entry, again=entry.proven)
 
     def check(self, objects: Iterable[Entry]) -> None:
         """Count anew. Raises `StoreDamaged` naming what does not add up."""
@@ -139,5 +158,10 @@ class Residents:
                     f"{kind}: {pool.free} free, {pool.reserved} reserved and {pool.resident}"
                     f" resident of {pool.total} slots"
                 )
-            if {e for e in entries if may_leave(e)} != set(self._evictable[kind]):
+            order = self.orders[kind]
+            if {e for e in entries if may_leave(e)} != order.may_leave():
                 raise StoreDamaged(f"{kind}: an object is wrongly evictable or wrongly held")
+            if sum(order.taken) != pool.reserved + pool.resident or len(order) != pool.resident:
+                raise StoreDamaged(f"{kind}: domains hold {sum(order.taken)} slots, not those used")
+            if order.in_probation != sum(e.slot is not None and not e.proven for e in entries):
+                raise StoreDamaged(f"{kind}: probation is counted wrongly")

@@ -201,6 +201,11 @@ class SegmentFiles:
         segment.used += 1
         return place
 
+    def left(self, kind: Kind) -> int:
+        """Slots that are still to be written in the open segment of this kind."""
+        segment = self._open.get(kind)
+        return 0 if segment is None else segment.header.slots - segment.used
+
     def candidates(self, kind: Kind) -> Iterable[Segment]:
         """Segments that may be used next, best first: free ones, then the oldest."""
         busy = {segment.number for segment in self._open.values() if not segment.full}

@@ -71,6 +71,8 @@ async def run_store(
             clock,
             lease_s=leases.handoff_s,
             reserve_s=leases.connection_reserve_s,
+            policy=store,
+            ssd_bytes=store.ssd_bytes,
         )
         files = SegmentFiles(store, calls)
         stack.callback(files.close)

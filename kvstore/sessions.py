@@ -101,7 +101,7 @@ class Session:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            freed = state.close_connection(self._number)
+            freed = state.reserving.close_connection(self._number)
             if freed:
                 log.info("%s left %d reservations", attach.name or "a client", freed)
 
@@ -115,7 +115,7 @@ class Session:
                 if task is not None:
                     task.cancel()
             case Abandon():
-                state.abandon(self._number, message.reservations)
+                state.reserving.abandon(self._number, message.reservations)
             case Renew():
                 self._link.post(Done(message.call, state.leases.renew(message.lease)))
             case Release():

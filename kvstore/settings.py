@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from headrace.core.errors import ConfigError
+from headrace.kvstore.policy import StorePolicy, check_number
 
 
 class Kind(StrEnum):
@@ -23,8 +24,8 @@ class Tier(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreSettings:
-    """Settings of one store. Raises `ConfigError` naming key, bound and value.
+class StoreSettings(StorePolicy):
+    """Settings of one store, with its policy. Raises `ConfigError` naming key, bound and value.
 
     `directory` holds segments, salt and lock; one process owns it. `arena_bytes` is shared memory,
     taken at start; `window_share` of it goes to window records, `picture_share` to pictures and
@@ -32,7 +33,8 @@ class StoreSettings:
     `ssd_bytes` is taken at start too, in files of `segment_bytes`. `block_bytes`, `window_bytes`,
     `picture_bytes` (0: no pictures are stored) and `state_bytes` (0: no states) are the largest
     payloads of the slot classes, from the model. A group of written slots is synced after
-    `group_bytes` or `group_s`, whichever comes first."""
+    `group_bytes` or `group_s`, whichever comes first. On `metrics_port` (0: none) of loopback the
+    store answers a Prometheus scrape."""
 
     directory: str
     arena_bytes: int
@@ -50,8 +52,10 @@ class StoreSettings:
     index_deadline_s: float = 0.05  # every call to Redis; no retries
     claim_s: float = 10.0  # how long one store alone may persist an object
     drain_s: float = 5.0  # at stop: how long objects may still be made durable
+    metrics_port: int = 0
 
     def __post_init__(self) -> None:
+        StorePolicy.__post_init__(self)
         if not self.directory:
             raise ConfigError("directory must name the store's directory, got ''")
         for name, least in (
@@ -63,6 +67,7 @@ class StoreSettings:
             ("picture_bytes", 0),
             ("state_bytes", 0),
             ("group_bytes", 1),
+            ("metrics_port", 0),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -75,12 +80,9 @@ class StoreSettings:
             ("index_deadline_s", 0.001, 10.0),
             ("claim_s", 0.1, 3600.0),
             ("drain_s", 0.0, 600.0),
+            ("metrics_port", 0, 65535),
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigError(f"{name} must be a number, got {value!r}")
-            if not low <= value <= high:
-                raise ConfigError(f"{name} must lie between {low} and {high}, got {value!r}")
+            check_number(name, getattr(self, name), low, high)
 
     def payload_bytes(self) -> dict[Kind, int]:
         """The largest payload of every kind that has slots, in the order of their regions."""

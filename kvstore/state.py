@@ -9,33 +9,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from headrace.core.clock import Clock
 from headrace.core.ids import BootId, Digest, JobKey
 from headrace.core.messages import Place
 from headrace.core.states import VISIBILITY_TABLE, Visibility, VisibilityEvent
 from headrace.kvstore.arena import Arena, Reading
+from headrace.kvstore.counters import Counters, Eviction
+from headrace.kvstore.disks import DiskBook
+from headrace.kvstore.eviction import RecyclePlan
+from headrace.kvstore.kin import Kin
 from headrace.kvstore.layout import ObjectFacts, SlotHeader
 from headrace.kvstore.leases import LeaseBook
 from headrace.kvstore.objects import DiskPlace, Entry, Reservation, Saving, object_key
+from headrace.kvstore.policy import StorePolicy, window_pays
+from headrace.kvstore.reservations import ReservationBook
 from headrace.kvstore.residents import Residents, StoreDamaged
 from headrace.kvstore.settings import Kind
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start; read by `stat`."""
-
-    hits: int = 0
-    misses: int = 0
-    damaged: int = 0
-    dropped: int = 0  # puts refused for want of room
-    unsaved: int = 0  # objects that stay in the arena only
-    refused: int = 0
-    loads: int = 0
-    writes: int = 0
-    evicted: int = 0
 
 
 class StoreState:
@@ -43,29 +33,52 @@ class StoreState:
     index record may have to change, `residents.on_room` when a slot may be had."""
 
     def __init__(
-        self, arena: Arena, boot: BootId, clock: Clock, *, lease_s: float, reserve_s: float
+        self,
+        arena: Arena,
+        boot: BootId,
+        clock: Clock,
+        *,
+        lease_s: float,
+        reserve_s: float,
+        policy: StorePolicy | None = None,
+        ssd_bytes: int = 0,
     ) -> None:
+        self._policy = policy or StorePolicy()
         self.boot = boot
         self.clock = clock
         self.count = Counters()
         self.leases = LeaseBook(clock, lease_s)
-        self.residents = Residents(arena)
+        self.residents = Residents(arena, self._policy, clock)
         self.residents.on_evict = self._evicted
         self.objects: dict[bytes, Entry] = {}
-        self.by_segment: dict[int, set[Entry]] = {}
+        self.disks = DiskBook(self._policy, ssd_bytes, self.group)
+        self.kin = Kin()
         self.dirty: dict[bytes, None] = {}  # keys whose index record may have to change
-        self.to_erase: list[DiskPlace] = []  # damaged or orphaned slots, to be blanked on disk
+        self.dirty_since_s = 0.0  # when the oldest of them was marked, at the earliest
         self.on_unsaved: Callable[[], None] = lambda: None
         self.on_dirty: Callable[[], None] = lambda: None
-        self._reserve_s = reserve_s
-        self._reservations: dict[int, Reservation] = {}
-        self._numbers = 0
+        self.reserving = ReservationBook(self.residents, clock, reserve_s)
         self._unsaved: deque[Entry] = deque()
 
     # looking up ------------------------------------------------------------------------------
 
     def find(self, kind: Kind, namespace: bytes, digest: Digest) -> Entry | None:
         return self.objects.get(object_key(kind, namespace, digest))
+
+    def group(self, entry: Entry) -> int:
+        """The number of the group of domains that an object counts for."""
+        return self.residents.group(entry.facts.domain)
+
+    def use(self, entry: Entry, *, again: bool) -> None:
+        """A request has opened the object; `again` unless its own request has just put it.
+
+        What is used again stays longer in both tiers, and a record that was held back is written.
+        """
+        if again:
+            entry.proven = entry.touched = True
+            if entry.saving is Saving.HELD_BACK and not entry.dropped:
+                self._to_save(entry)
+        self.residents.touch(entry)
 
     def place(self, entry: Entry) -> Place | None:
         """Where readers find the bytes now; None when they are not in the arena."""
@@ -84,18 +97,8 @@ class StoreState:
     def reserve(
         self, connection: int, facts: ObjectFacts, lease: JobKey | None
     ) -> Reservation | None:
-        """A slot for one writer; None when there is no room now. The object must fit its kind.
-
-        Two writers of one object both get a slot; the first to seal wins."""
-        slot = self.residents.take(facts.kind)
-        if slot is None:
-            return None
-        self._numbers += 1
-        key = object_key(facts.kind, facts.namespace, facts.digest)
-        expires_s = self.clock.now_s() + self._reserve_s
-        made = Reservation(self._numbers, connection, key, facts, slot, lease, expires_s)
-        self._reservations[made.number] = made
-        return made
+        """As `ReservationBook.make`."""
+        return self.reserving.make(connection, facts, lease)
 
     def offset(self, reservation: Reservation) -> int:
         return self.residents.regions[reservation.facts.kind].offset(reservation.slot)
@@ -106,11 +109,10 @@ class StoreState:
         Returns the object of that key: this one, or an earlier one if another writer was first
         (its bytes stay; it may have left the arena, then the caller brings it back). None for a
         reservation that is not this connection's any more."""
-        made = self._reservations.get(number)
-        if made is None or made.connection != connection:
+        made = self.reserving.redeem(connection, number)
+        if made is None:
             self.count.refused += 1
             return None
-        del self._reservations[number]
         entry = self.objects.get(made.key)
         if entry is None:
             entry = Entry(
@@ -119,43 +121,21 @@ class StoreState:
                 checksum,
                 int(self.clock.wall_s()),
                 VISIBILITY_TABLE.step(made.visibility, VisibilityEvent.SEAL, made.number).state,
-                Saving.GIVEN_UP if made.facts.kind is Kind.STATE else Saving.WAITING,
+                self._first_saving(made.facts),
             )
-            self.objects[made.key] = entry
+            self._know(entry)
             self.residents.enter(entry, made.slot)
             if entry.saving is Saving.WAITING:
-                self._unsaved.append(entry)
+                self._to_save(entry)
+            if entry.kind is not Kind.STATE:
                 self._mark(entry)
-                self.on_unsaved()
         else:
             entry.step(VisibilityEvent.SEAL)  # ignored by the table: the first writer won
-            self.residents.give(entry.kind, made.slot)
+            self.residents.give(entry.kind, made.slot, made.facts.domain)
         if made.lease is not None:
             self.leases.hold(made.lease, entry)
         self.residents.settle(entry)
         return entry
-
-    def abandon(self, connection: int, numbers: Iterable[int]) -> int:
-        """Give reservations back unsealed; how many of them were this connection's."""
-        mine = [
-            made
-            for made in (self._reservations.get(number) for number in numbers)
-            if made is not None and made.connection == connection
-        ]
-        for made in mine:
-            self._cancel(made)
-        return len(mine)
-
-    def close_connection(self, connection: int) -> int:
-        """Free everything a connection reserved; how many slots that were."""
-        mine = [made for made in self._reservations.values() if made.connection == connection]
-        for made in mine:
-            self._cancel(made)
-        return len(mine)
-
-    @property
-    def reservations(self) -> int:
-        return len(self._reservations)
 
     # leases ----------------------------------------------------------------------------------
 
@@ -169,12 +149,18 @@ class StoreState:
             self.residents.settle(entry)
 
     def expire(self) -> None:
-        """End the leases and reservations whose time is over. Called several times a second."""
+        """End what has had its time: leases, reservations, idle windows and pictures in the arena.
+        Called several times a second."""
         for entry in _tail_first(self.leases.expire()):
             self.residents.settle(entry)
+        self.reserving.expire()
         now_s = self.clock.now_s()
-        for made in [r for r in self._reservations.values() if r.expires_s <= now_s]:
-            self._cancel(made)
+        idle_s = {Kind.SWA: self._policy.window_ttl_s, Kind.MM: self._policy.picture_ttl_s}
+        for kind, ttl_s in idle_s.items():
+            if kind in self.residents.orders:
+                for entry in self.residents.orders[kind].unused_since(now_s - ttl_s):
+                    self.residents.leave(entry)
+                    self._left(entry, Eviction.IDLE)
 
     def pin(self, entry: Entry) -> None:
         entry.pins += 1
@@ -190,11 +176,12 @@ class StoreState:
         """A load of a pinned entry into a reserved slot ended. Unsound bytes end the object; None
         (given up before it ended) only gives the slot back."""
         if sound and not entry.dropped and entry.slot is None:
+            entry.proven = True  # it left the arena once, and is asked for again
             self.residents.enter(entry, slot)
             self.count.loads += 1
             self._mark(entry)
         else:
-            self.residents.give(entry.kind, slot)
+            self.residents.give(entry.kind, slot, entry.facts.domain)
         if sound is False:
             self.count.damaged += 1
             self.drop(entry, erase=True)
@@ -215,18 +202,36 @@ class StoreState:
             total += entry.facts.payload_bytes
         return taken
 
-    @property
-    def unsaved(self) -> int:
-        return sum(1 for e in self._unsaved if not e.dropped and e.saving is Saving.WAITING)
+    def _to_save(self, entry: Entry, *, first: bool = False) -> None:
+        entry.saving = Saving.WAITING
+        if first:
+            self._unsaved.appendleft(entry)
+        else:
+            self._unsaved.append(entry)
+        self.residents.settle(entry)
+        self.on_unsaved()
+
+    def _first_saving(self, facts: ObjectFacts) -> Saving:
+        """How the saving of a new object begins."""
+        if facts.kind is Kind.STATE:
+            return Saving.GIVEN_UP
+        block = self.residents.regions.get(Kind.KV)
+        cost_share = self._policy.window_cost_share
+        if facts.kind is Kind.SWA and block is not None:
+            head = self.objects.get(object_key(Kind.KV, facts.namespace, facts.parent))
+            block_bytes = head.facts.payload_bytes if head else block.payload_bytes
+            if not window_pays(facts.payload_bytes, facts.block, block_bytes, cost_share):
+                return Saving.HELD_BACK
+        return Saving.WAITING
 
     def saved(self, entry: Entry, disk: DiskPlace) -> None:
         """The object's slot is written and synced."""
         if entry.dropped:
-            self.to_erase.append(disk)  # nobody may find it again after a restart
+            self.disks.to_erase.append(disk)  # nobody may find it again after a restart
         else:
             entry.step(VisibilityEvent.SYNC)
             entry.saving = Saving.SAVED
-            self._put_on_disk(entry, disk)
+            self.disks.put(entry, disk)
             self.count.writes += 1
             self._mark(entry)
         self.unpin(entry)
@@ -235,7 +240,7 @@ class StoreState:
         """The object stays in the arena only. `disk`: a slot that may hold part of it."""
         entry.saving = Saving.GIVEN_UP
         if disk is not None:
-            self.to_erase.append(disk)
+            self.disks.to_erase.append(disk)
         self.unpin(entry)
 
     def adopt(self, header: SlotHeader, disk: DiskPlace) -> None:
@@ -247,27 +252,50 @@ class StoreState:
         key = object_key(facts.kind, facts.namespace, facts.digest)
         known = self.objects.get(key)
         if known is not None:
-            self._leave_disk(known)
+            self.disks.leave(known)
+            self.kin.discard(known)
             known.checksum, known.facts = header.checksum, facts
-            self._put_on_disk(known, disk)
+            self.kin.add(known)
+            self.disks.put(known, disk)
             return
         entry = Entry(
             key, facts, header.checksum, header.written_at_s, Visibility.DURABLE, Saving.SAVED
         )
-        self.objects[key] = entry
-        self._put_on_disk(entry, disk)
+        self._know(entry)
+        self.disks.put(entry, disk)
         self._mark(entry)
 
-    def segment_is_free(self, segment: int) -> bool:
-        """Whether nothing in this segment is leased or in use, so that it may be recycled."""
-        return not any(e.leases or e.pins for e in self.by_segment.get(segment, ()))
+    def plan_recycle(self, segment: int, slots: int, room: int) -> RecyclePlan | None:
+        """As `DiskBook.plan`, with the objects that hang on each other as they are now."""
+        return self.disks.plan(segment, self.kin, slots, room)
 
-    def drop_segment(self, segment: int) -> tuple[bytes, ...]:
-        """Forget every object of a segment that is about to be reused; their keys."""
-        entries = tuple(self.by_segment.get(segment, ()))
-        for entry in entries:
-            self.drop(entry, erase=False)
-        return tuple(entry.key for entry in entries)
+    def recycle(self, segment: int, plan: RecyclePlan) -> tuple[bytes, ...]:
+        """Forget what a reuse of the segment loses; the keys of all that lay there.
+
+        What is kept and lies in the arena waits to be written again, before all others. What lies
+        on disk only is nobody's until the caller has written its bytes anew (`moved`)."""
+        for entry in plan.drop:
+            here = entry.disk is not None and entry.disk.segment == segment
+            self.count.evict(Eviction.RECYCLED if here else Eviction.ORPHANED)
+            self.drop(entry, erase=not here)
+        for entry in reversed(plan.keep):
+            if entry.slot is not None:
+                self.disks.leave(entry)
+                self._to_save(entry, first=True)
+                self.count.evict(Eviction.MOVED)
+            else:
+                self.drop(entry, erase=False)
+        return tuple(entry.key for entry in (*plan.drop, *plan.keep))
+
+    def moved(self, header: SlotHeader, disk: DiskPlace) -> None:
+        """Bytes kept from a reused segment are written and synced at this place. Whoever put the
+        object anew meanwhile was first; then nobody needs this copy."""
+        facts = header.facts
+        if object_key(facts.kind, facts.namespace, facts.digest) in self.objects:
+            self.disks.to_erase.append(disk)
+        else:
+            self.adopt(header, disk)
+            self.count.evict(Eviction.MOVED)
 
     # ends ------------------------------------------------------------------------------------
 
@@ -277,10 +305,11 @@ class StoreState:
             return
         if self.objects.get(entry.key) is entry:
             del self.objects[entry.key]
+        self.kin.discard(entry)
         disk = entry.disk
-        self._leave_disk(entry)
+        self.disks.leave(entry)
         if erase and disk is not None:
-            self.to_erase.append(disk)
+            self.disks.to_erase.append(disk)
             self.on_unsaved()
         self.residents.hide(entry)
         self.leases.forget(entry)
@@ -315,8 +344,8 @@ class StoreState:
         """Count everything anew. Raises `StoreDamaged` naming what does not add up."""
         self.residents.check(self.objects.values())
         reserved = sum(pool.reserved for pool in self.residents.pools.values())
-        if reserved < len(self._reservations):  # loads reserve too
-            raise StoreDamaged(f"{len(self._reservations)} reservations in {reserved} slots")
+        if reserved < len(self.reserving):  # loads reserve too
+            raise StoreDamaged(f"{len(self.reserving)} reservations in {reserved} slots")
         held = {e for owner in self.leases.owners() for e in self.leases.entries(owner)}
         if held != {e for e in self.objects.values() if e.leases}:
             raise StoreDamaged("leases and leased objects differ")
@@ -324,28 +353,24 @@ class StoreState:
             raise StoreDamaged("an object was unpinned twice")
 
     def _evicted(self, entry: Entry) -> None:
+        self._left(entry, Eviction.ROOM)
+
+    def _left(self, entry: Entry, why: Eviction) -> None:
+        """The object has lost its arena slot."""
         self.count.evicted += 1
-        if entry.saving is Saving.GIVEN_UP:
+        self.count.evict(why)
+        if entry.disk is None:
             self.drop(entry, erase=False)
         else:
             self._mark(entry)
 
-    def _cancel(self, made: Reservation) -> None:
-        step = VISIBILITY_TABLE.step(made.visibility, VisibilityEvent.DROP, made.number)
-        made.visibility = step.state
-        del self._reservations[made.number]
-        self.residents.give(made.facts.kind, made.slot)
-
-    def _put_on_disk(self, entry: Entry, disk: DiskPlace) -> None:
-        entry.disk = disk
-        self.by_segment.setdefault(disk.segment, set()).add(entry)
-
-    def _leave_disk(self, entry: Entry) -> None:
-        if entry.disk is not None:
-            self.by_segment[entry.disk.segment].discard(entry)
-            entry.disk = None
+    def _know(self, entry: Entry) -> None:
+        self.objects[entry.key] = entry
+        self.kin.add(entry)
 
     def _mark(self, entry: Entry) -> None:
+        if not self.dirty:
+            self.dirty_since_s = self.clock.now_s()
         self.dirty[entry.key] = None
         self.on_dirty()
 

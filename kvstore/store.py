@@ -95,14 +95,16 @@ class Store:
         """Places of the longest prefix of `entries` that can be had in the arena, leased."""
         places: list[Place] = []
         async with self._loader.held(entries) as count:
+            again = [lease is None or lease not in entry.leases for entry in entries]
             for entry in entries[:count]:
                 if lease is not None:
                     self.state.hold(lease, entry)
                 place = self.state.place(entry)
                 assert place is not None  # held
                 places.append(place)
-        for entry in reversed(entries):  # head last: it leaves the arena after its tail
-            self.state.residents.touch(entry)
+        # Head last: it leaves the arena after its tail. What could not be had is used all the same.
+        for entry, again_ in reversed(tuple(zip(entries, again, strict=True))):
+            self.state.use(entry, again=again_)
         return tuple(places)
 
     # writing ---------------------------------------------------------------------------------
@@ -131,7 +133,7 @@ class Store:
                 grants.append(grant)
                 places.append(known[0] if known else None)
         except BaseException:
-            self.state.abandon(connection, made)
+            self.state.reserving.abandon(connection, made)
             raise
         return tuple(grants), tuple(places)
 
@@ -178,7 +180,7 @@ class Store:
         try:
             action = faults.hit("store.seal")
         except faults.InjectedFault:
-            self.state.abandon(connection, (item.reservation,))
+            self.state.reserving.abandon(connection, (item.reservation,))
             return None
         entry = self.state.seal(connection, item.reservation, item.checksum)
         if action == "flip" and entry is not None and entry.slot is not None:
@@ -210,7 +212,7 @@ class Store:
             pending=sum(e.saving in (Saving.WAITING, Saving.WRITING) for e in objects),
             leases=len(state.leases),
             leased_objects=sum(bool(e.leases) for e in objects),
-            reservations=state.reservations,
+            reservations=len(state.reserving),
             connections=self.connections,
             hits=count.hits,
             misses=count.misses,

@@ -23,6 +23,7 @@ from headrace.kvstore.breaker import Breaker
 from headrace.kvstore.layout import SlotHeader, checksum
 from headrace.kvstore.objects import DiskPlace, Entry
 from headrace.kvstore.publisher import Publisher
+from headrace.kvstore.second_chance import Moved, reuse
 from headrace.kvstore.segments import SegmentFiles
 from headrace.kvstore.settings import Kind, StoreSettings
 from headrace.kvstore.state import StoreState
@@ -63,6 +64,7 @@ class Writer:
         self._wake = asyncio.Event()
         self._stopping = False
         self._group: list[_Write] = []  # written, not yet synced
+        self._moved: list[Moved] = []  # the same, kept from segments that were reused
         self._disk = Breaker(state.clock, failures=3, rest_s=5.0)
         self.recycled = 0
         self.errors = 0
@@ -160,34 +162,41 @@ class Writer:
             return _Outcome.FAILED
 
     async def _recycle(self, kind: Kind) -> DiskPlace | None:
-        """The first slot of the oldest segment that nobody holds, in its next life.
-
-        Order: forget what it held, raise its generation on disk, sync, drop the records, reuse."""
+        """The first free slot of the oldest segment that may be reused, in its next life."""
         for segment in self._files.candidates(kind):
-            if any(write.place.segment == segment.number for write in self._group):
+            if segment.number in self._unsynced():
                 await self._commit()  # what it holds is not known to the state before that
-            if not self._state.segment_is_free(segment.number):
-                continue
             used = segment.header.kind is not None
-            keys = self._state.drop_segment(segment.number)
             try:
-                await self._in_thread(partial(self._files.recycle, segment, kind))
+                reused = await reuse(self._state, self._files, segment, kind, self._in_thread)
             except OSError as error:
                 log.warning("segment %d cannot be reused: %s", segment.number, error.strerror)
                 self._failed()
                 return None
+            if reused is None:
+                continue
             self.recycled += used
-            if keys:
-                await self._publisher.publish(keys)  # if not now, later: readers verify anyway
-            return self._files.next_place(kind)
+            self._moved += reused.moved
+            if reused.keys:
+                await self._publisher.publish(reused.keys)  # if not now, later: readers verify
+            place = self._files.next_place(kind)
+            if place is not None:
+                return place
         return None
+
+    def _unsynced(self) -> set[int]:
+        """Segments that hold written slots which the state does not know yet."""
+        return {write.place.segment for write in self._group} | {
+            moved.place.segment for moved in self._moved
+        }
 
     async def _commit(self) -> None:
         """Sync the group, tell the state, publish."""
+        numbers = self._unsynced()
         group, self._group = self._group, []
-        if not group:
+        moved, self._moved = self._moved, []
+        if not numbers:
             return
-        numbers = {write.place.segment for write in group}
 
         def sync() -> None:
             faults.hit("store.before_sync")
@@ -202,19 +211,23 @@ class Writer:
             log.warning("a group of %d objects was not synced: %s", len(group), error)
             for write in group:
                 self._state.not_saved(write.entry, write.place)
+            self._state.disks.to_erase += [one.place for one in moved]
             return
         self._disk.success()
         for write in group:
             self._state.saved(write.entry, write.place)
+        for one in moved:
+            self._state.moved(one.header, one.place)
         try:
             faults.hit("store.before_index")
-            await self._publisher.publish([write.entry.key for write in group])
+            keys = [write.entry.key for write in group] + [one.key for one in moved]
+            await self._publisher.publish(keys)
             faults.hit("store.after_index")
         except HeadraceError:
             log.warning("publishing was interrupted; the records follow later")
 
     async def _erase(self) -> None:
-        places, self._state.to_erase = self._state.to_erase, []
+        places, self._state.disks.to_erase = self._state.disks.to_erase, []
         for place in places:
             try:
                 await self._in_thread(partial(self._files.erase, place))

@@ -116,7 +116,9 @@ async def test_a_disk_that_cannot_be_read_is_a_miss(rig, things):
 
 
 async def test_segments_that_are_held_are_not_reused(rig, things, when_idle):
-    """Everything on disk is leased: nothing new is persisted, nothing held is lost; then it is."""
+    """Everything on disk is leased: nothing new is persisted, nothing held is lost. Then a segment
+    is reused: half of it may be kept, the heads of the chain that was used, and with the rest goes
+    what hung on it in the other segment, for good."""
     await rig.start(arena_bytes=1 << 20, ssd_bytes=2 * (64 << 10), segment_bytes=64 << 10)
     client = await rig.client()
     held = things.lease("held")
@@ -129,14 +131,14 @@ async def test_segments_that_are_held_are_not_reused(rig, things, when_idle):
     await client.release(held)
     await client.put(Kind.KV, things.blocks(*range(200, 205)), lease=things.lease("new"))
     stat = await when_idle(client)
-    assert (stat.ssd_objects, stat.recycled) == (20, 1)
+    assert (stat.ssd_objects, stat.recycled) == (7 + 5, 1)
     await rig.restart()
     kept = [
         n
         for n in (*range(30), *range(100, 105), *range(200, 205))
         if await client.open_prefix([things.digest(n)], None)
     ]
-    assert kept == [*range(15, 30), *range(200, 205)]
+    assert kept == [*range(7), *range(200, 205)]
 
 
 async def test_a_batch_larger_than_the_arena_is_taken_as_far_as_it_goes(rig, things, when_idle):
@@ -259,14 +261,15 @@ async def test_frames_of_noise_end_their_connection_and_nothing_else(rig, things
 async def test_one_group_larger_than_the_disk_reuses_nothing_that_is_not_yet_synced(
     rig, things, when_idle
 ):
-    """40 blocks in one group, and one segment of 15 slots to write them to."""
+    """40 first blocks in one group, and one segment of 15 slots to write them to."""
     await rig.start(
         arena_bytes=1 << 20, ssd_bytes=2 * (64 << 10), segment_bytes=64 << 10, group_s=0.3
     )
     client = await rig.client()
     await client.put(Kind.SWA, things.windows(0))  # the other segment is the windows'
     await when_idle(client)
-    await client.put(Kind.KV, things.blocks(*range(40)))
+    for number in range(40):
+        await client.put(Kind.KV, things.blocks(number))
     stat = await when_idle(client)
     assert (stat.writes, stat.recycled, stat.damaged) == (41, 2, 0)
     assert (stat.ssd_objects, stat.blocks, stat.windows) == (11, 10, 1)
@@ -279,3 +282,15 @@ async def test_one_group_larger_than_the_disk_reuses_nothing_that_is_not_yet_syn
         assert client.read_into(place, things.digest(number), dest)
         assert bytes(dest) == things.payload(number)
     assert (await client.stat()).damaged == 0
+
+
+async def test_of_a_chain_longer_than_the_disk_the_head_stays(rig, things, when_idle):
+    await rig.start(
+        arena_bytes=1 << 20, ssd_bytes=2 * (64 << 10), segment_bytes=64 << 10, group_s=0.3
+    )
+    client = await rig.client()
+    await client.put(Kind.KV, things.blocks(*range(40)))
+    stat = await when_idle(client)
+    assert (stat.ssd_objects, stat.recycled, stat.unsaved) == (30, 0, 10)
+    await rig.restart()
+    assert len(await client.open_prefix([things.digest(n) for n in range(40)], None)) == 30

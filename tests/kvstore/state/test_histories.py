@@ -81,7 +81,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(connection=CONNECTIONS)
     def close(self, connection: int) -> None:
-        self.world.state.close_connection(connection)
+        self.world.state.reserving.close_connection(connection)
         self.open = [made for made in self.open if made.connection != connection]
 
     @rule(owner=st.integers(0, 3), number=NUMBERS)
@@ -128,7 +128,7 @@ class Machine(RuleBasedStateMachine):
         entry = self.world.state.find(Kind.KV, self.world.namespace, self.world.digest(number))
         if entry is None or entry.slot is not None or any(e is entry for e, _ in self.loading):
             return
-        slot = self.world.state.residents.take(Kind.KV)
+        slot = self.world.state.residents.take(Kind.KV, bytes(16))
         if slot is not None:
             self.world.state.pin(entry)
             self.loading.append((entry, slot))
@@ -160,8 +160,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(segment=st.integers(0, 2))
     def recycle(self, segment: int) -> None:
-        if self.world.state.segment_is_free(segment):
-            self.world.state.drop_segment(segment)
+        plan = self.world.state.plan_recycle(segment, 8, 8)
+        if plan is not None:
+            self.world.state.recycle(segment, plan)
 
     def _changed(self, number: int) -> None:
         """Damage or a load: the object is gone, has lost its arena copy, or has one again."""
@@ -203,15 +204,15 @@ class Machine(RuleBasedStateMachine):
             state.loaded(entry, slot, sound=None)
             state.unpin(entry)
         for connection in (1, 2, 3):
-            state.close_connection(connection)
+            state.reserving.close_connection(connection)
         self.world.clock.advance(31)
         state.expire()
         self.world.save()
         assert len(state.leases) == 0
         pool = state.residents.pools[Kind.KV]
         assert pool.reserved == 0
-        slots = [state.residents.take(Kind.KV) for _ in range(pool.total)]
-        assert None not in slots and state.residents.take(Kind.KV) is None
+        slots = [state.residents.take(Kind.KV, bytes(16)) for _ in range(pool.total)]
+        assert None not in slots and state.residents.take(Kind.KV, bytes(16)) is None
 
 
 def test_random_histories(make_world) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.core.states import Visibility, VisibilityEvent
+from headrace.kvstore.counters import Eviction
+from headrace.kvstore.eviction import RecyclePlan
 from headrace.kvstore.layout import SlotHeader, checksum
 from headrace.kvstore.objects import DiskPlace, Saving
 from headrace.kvstore.records import ARENA_SEGMENT
@@ -55,15 +57,15 @@ def test_a_closed_or_silent_connection_frees_its_reservations(world):
         world.state.reserve(connection, world.facts(connection), None)
     late = world.state.reserve(2, world.facts(3), None)
     assert world.free == 0 and world.state.reserve(3, world.facts(4), None) is None
-    assert world.state.close_connection(1) == 2 and world.free == 2
+    assert world.state.reserving.close_connection(1) == 2 and world.free == 2
     world.clock.advance(29.9)
     world.state.expire()
-    assert world.state.reservations == 2
+    assert len(world.state.reserving) == 2
     world.clock.advance(0.2)
     world.state.expire()
-    assert world.state.reservations == 0 and world.free == 4
+    assert len(world.state.reserving) == 0 and world.free == 4
     assert world.state.seal(2, late.number, 1) is None  # too late
-    assert world.state.abandon(2, [late.number]) == 0
+    assert world.state.reserving.abandon(2, [late.number]) == 0
     world.state.check()
 
 
@@ -138,8 +140,8 @@ def test_a_pinned_slot_is_not_given_away_even_if_its_object_is_dropped(world):
     assert world.reads(1) is None and world.free == 3
     world.state.check()
     world.state.saved(entry, DiskPlace(0, 7, 1))
-    assert world.free == 4 and world.state.to_erase == [DiskPlace(0, 7, 1)]
-    assert not world.state.by_segment.get(0)
+    assert world.free == 4 and world.state.disks.to_erase == [DiskPlace(0, 7, 1)]
+    assert not world.state.disks.by_segment.get(0)
     world.state.check()
 
 
@@ -165,14 +167,40 @@ def test_doom_ends_only_what_is_damaged(world):
     world.state.check()
 
 
-def test_a_segment_with_leased_objects_is_not_free(world):
+def test_a_segment_with_leased_objects_is_not_reused(world):
     entry = world.put(1, world.lease(1))
     world.save()
-    assert not world.state.segment_is_free(0) and world.state.segment_is_free(1)
+    assert world.state.plan_recycle(0, 4, 4) is None
+    assert world.state.plan_recycle(1, 4, 4) == RecyclePlan((), ())
     world.state.release(world.lease(1), None)
-    assert world.state.segment_is_free(0)
-    assert world.state.drop_segment(0) == (entry.key,)
-    assert world.free == 4 and not world.state.objects and not world.state.to_erase
+    plan = world.state.plan_recycle(0, 4, 4)
+    assert plan == RecyclePlan((), (entry,))
+    assert world.state.recycle(0, plan) == (entry.key,)
+    assert world.free == 4 and not world.state.objects and not world.state.disks.to_erase
+
+
+def test_what_was_used_by_a_second_request_outlives_its_segment(world):
+    entries = [world.put(number) for number in (1, 2, 3)]
+    world.save()
+    world.state.use(entries[0], again=False)  # its own request
+    world.state.use(entries[1], again=True)
+    world.state.use(entries[2], again=True)
+    world.state.residents.leave(entries[2])  # on disk only
+    plan = world.state.plan_recycle(0, 4, 4)
+    assert plan == RecyclePlan((entries[1], entries[2]), (entries[0],))
+    world.state.recycle(0, plan)
+    # 2 is written again out of the arena; 3 is nobody's until its bytes have been written
+    assert world.state.take_unsaved(1 << 30) == [entries[1]] and entries[1].disk is None
+    assert world.state.find(Kind.KV, world.namespace, world.digest(3)) is None
+    header = SlotHeader(entries[2].facts, entries[2].checksum, 5, 0, 2, entries[2].written_at_s)
+    world.state.moved(header, DiskPlace(5, 0, 2))
+    again = world.state.find(Kind.KV, world.namespace, world.digest(3))
+    assert again.disk == DiskPlace(5, 0, 2) and not again.touched
+    world.state.saved(entries[1], DiskPlace(5, 1, 2))
+    assert not entries[1].touched and world.state.plan_recycle(5, 4, 4).keep == ()
+    assert world.state.count.evictions[Eviction.MOVED] == 2
+    assert world.state.count.evictions[Eviction.RECYCLED] == 1
+    world.state.check()
 
 
 def test_check_finds_a_book_that_is_wrong(world):

@@ -1,0 +1,153 @@
+"""In what order objects leave the arena: probation before proven, within the shares of domains.
+
+One `LeaveOrder` a kind. An object that only one request ever used stands in *probation*; a second
+request makes it *proven*. While those in probation hold more than their share of the slots the
+longest unused of them goes first, so a stream of one-time prompts washes out itself and not what
+others come back for (bench/kvstore/replay_trace.py compares it with plain orders).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from headrace.core.clock import Clock
+from headrace.kvstore.policy import Allowance, may_lose
+
+T = TypeVar("T", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _Standing:
+    group: int
+    proven: bool
+    turn: int = 0  # counts uses: orders queues among each other
+    used_at_s: float = 0.0
+
+
+class LeaveOrder(Generic[T]):
+    """Objects resident in `slots` slots. Mutable; compares nothing but identity of objects.
+
+    `taken` counts slots by group, those that are still being filled included; of residents the
+    evictable ones stand in queues. `victim` is pure: it changes nothing."""
+
+    def __init__(
+        self, slots: int, groups: tuple[Allowance, ...], probation_share: float, clock: Clock
+    ) -> None:
+        self.groups = groups
+        self.taken = [0] * len(groups)
+        self.in_probation = 0  # residents that only one request used, evictable or not
+        self._probation_slots = int(slots * probation_share)
+        self._standing: dict[T, _Standing] = {}
+        self._queues: dict[tuple[int, bool], OrderedDict[T, None]] = {}
+        self._clock = clock
+        self._turns = 0
+
+    def __len__(self) -> int:
+        return len(self._standing)
+
+    def __contains__(self, item: object) -> bool:
+        """Whether it is resident and may leave."""
+        standing = self._standing.get(item)  # type: ignore[arg-type]
+        return standing is not None and item in self._queue(standing)
+
+    def may_leave(self) -> frozenset[T]:
+        """Everything that stands in a queue."""
+        return frozenset(item for queue in self._queues.values() for item in queue)
+
+    def full_for(self, group: int) -> bool:
+        """Whether a group has all that it may ever have."""
+        return self.taken[group] >= self.groups[group].most
+
+    # residents -------------------------------------------------------------------------------
+
+    def enter(self, item: T, group: int, *, proven: bool) -> None:
+        """A slot that the group had taken holds this object now. It may not leave yet."""
+        self._standing[item] = _Standing(group, proven)
+        self.in_probation += not proven
+
+    def leave(self, item: T) -> None:
+        """The object has no slot any more; its group has one less."""
+        standing = self._standing.pop(item)
+        self._queue(standing).pop(item, None)
+        self.taken[standing.group] -= 1
+        self.in_probation -= not standing.proven
+
+    def allow(self, item: T) -> bool:
+        """The object may leave from now on, last of its queue; False if it could already."""
+        standing = self._standing[item]
+        queue = self._queue(standing)
+        if item in queue:
+            return False
+        self._put(item, standing)
+        return True
+
+    def forbid(self, item: T) -> None:
+        """The object is held or in use. For one that is no resident this does nothing."""
+        standing = self._standing.get(item)
+        if standing is not None:
+            self._queue(standing).pop(item, None)
+
+    def use(self, item: T, *, again: bool) -> None:
+        """The object was used: it leaves after others. `again`: by a further request."""
+        standing = self._standing.get(item)
+        if standing is None:
+            return
+        queue = self._queue(standing)
+        waits = item in queue
+        queue.pop(item, None)
+        if again and not standing.proven:
+            standing.proven = True
+            self.in_probation -= 1
+        if waits:
+            self._put(item, standing)
+
+    # choice ----------------------------------------------------------------------------------
+
+    def victim(self, group: int) -> T | None:
+        """What goes so that `group` may have its slot; None when nothing may."""
+        allowed = may_lose(self.groups, self.taken, group)
+        first = self.in_probation <= self._probation_slots  # proven, or in probation
+        for proven in (first, not first):
+            found = self._oldest(allowed, proven)
+            if found is not None:
+                return found
+        # A group below its guarantee whose borrowers are all held: its own, then.
+        found = self._oldest((group,), first)
+        return self._oldest((group,), not first) if found is None else found
+
+    def unused_since(self, before_s: float) -> Iterator[T]:
+        """What may leave and was last used, or let go, before this moment; longest first in each
+        queue. The caller may make them leave meanwhile."""
+        for queue in tuple(self._queues.values()):
+            while queue:
+                item = next(iter(queue))
+                if self._standing[item].used_at_s >= before_s:
+                    break
+                yield item
+                if item in queue:  # it stayed: the rest of this queue waits for the next time
+                    break
+
+    def _oldest(self, groups: tuple[int, ...], proven: bool) -> T | None:
+        heads = [
+            (self._standing[item].turn, item)
+            for group in groups
+            if (queue := self._queues.get((group, proven)))
+            for item in (next(iter(queue)),)
+        ]
+        return min(heads, key=lambda head: head[0])[1] if heads else None
+
+    def _queue(self, standing: _Standing) -> OrderedDict[T, None]:
+        key = (standing.group, standing.proven)
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = OrderedDict()
+        return queue
+
+    def _put(self, item: T, standing: _Standing) -> None:
+        self._turns += 1
+        standing.turn = self._turns
+        standing.used_at_s = self._clock.now_s()
+        self._queue(standing)[item] = None

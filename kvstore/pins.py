@@ -1,0 +1,180 @@
+"""Prefixes that people pinned: they stay on disk until their time is over.
+
+A pin is a line in `pins.json` beside the segments: a name, the last block of a chain and an end.
+The blocks before it follow from the headers. Pins survive restarts and are not leases: they hold
+no arena slot, and they end by the clock of the wall.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from headrace.core.errors import ConfigError, HeadraceError
+
+PINS_FILE = "pins.json"
+MAX_PINS = 1000
+MAX_TTL_S = 366 * 86_400.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+class PinRefused(HeadraceError):
+    """A pin that cannot be: an unknown prefix, or more than the quota."""
+
+    code = "pin_refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One pinned prefix. `namespace` and `tip` (the digest of its last block) in hex."""
+
+    name: str
+    namespace: str
+    tip: str
+    expires_at_s: float  # Unix seconds
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                "a pin's name has 1 to 64 letters, digits, dots, dashes or underscores,"
+                f" got {self.name[:80]!r}"
+            )
+        if not _HEX.fullmatch(self.namespace) or not _HEX.fullmatch(self.tip):
+            raise ConfigError(f"pin {self.name}: namespace and tip have 64 hex digits each")
+
+
+class PinBook:
+    """The pins of one store and the keys that they hold. `chain(namespace, tip)` gives the keys and
+    bytes of a stored prefix, from the tip to the root, or nothing when it is not whole."""
+
+    def __init__(
+        self,
+        directory: str,
+        quota_bytes: int,
+        chain: Callable[[bytes, bytes], Mapping[bytes, int]],
+        wall_s: Callable[[], float],
+    ) -> None:
+        self._path = Path(directory) / PINS_FILE
+        self._quota_bytes = quota_bytes
+        self._chain = chain
+        self._wall_s = wall_s
+        self._pins: dict[str, Pin] = {}
+        self._held: dict[str, Mapping[bytes, int]] = {}
+        self._keys: dict[bytes, int] = {}  # how many pins hold a key
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def holds(self, key: bytes) -> bool:
+        return key in self._keys
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all pinned objects, each counted once."""
+        sizes: dict[bytes, int] = {}
+        for held in self._held.values():
+            sizes.update(held)
+        return sum(sizes.values())
+
+    def pins(self) -> tuple[Pin, ...]:
+        return tuple(self._pins.values())
+
+    def load(self) -> None:
+        """Take up what stands in the file. A pin whose prefix is not there any more holds nothing
+        and stays until its time is over; the quota is not applied to what was granted before."""
+        for pin in read_pins(self._path.parent):
+            self._enter(pin, self._chain(bytes.fromhex(pin.namespace), bytes.fromhex(pin.tip)))
+        self.expire()
+
+    def pin(self, pin: Pin) -> int:
+        """Pin a prefix, or give a pin of this name another prefix or end; the bytes all pins hold
+        then. Raises `PinRefused`, with everything as before."""
+        chain = self._chain(bytes.fromhex(pin.namespace), bytes.fromhex(pin.tip))
+        if not chain:
+            raise PinRefused(
+                f"pin {pin.name}: the prefix that ends in {pin.tip[:16]} is not stored on disk as a"
+                " whole"
+            )
+        if len(self._pins) >= MAX_PINS and pin.name not in self._pins:
+            raise PinRefused(f"at most {MAX_PINS} pins, and there are as many")
+        before = self._pins.get(pin.name), self._held.get(pin.name)
+        self._leave(pin.name)
+        self._enter(pin, chain)
+        wanted_bytes = self.held_bytes
+        if wanted_bytes > self._quota_bytes:
+            self._leave(pin.name)
+            if before[0] is not None and before[1] is not None:
+                self._enter(before[0], before[1])
+            raise PinRefused(
+                f"pin_share: pins may hold {self._quota_bytes} bytes, with {pin.name} they would"
+                f" hold {wanted_bytes}"
+            )
+        self._write()
+        return wanted_bytes
+
+    def unpin(self, name: str) -> bool:
+        """End a pin; False when there is none of this name."""
+        if name not in self._pins:
+            return False
+        self._leave(name)
+        self._write()
+        return True
+
+    def expire(self) -> int:
+        """End the pins whose time is over; how many."""
+        now_s = self._wall_s()
+        over = [name for name, pin in self._pins.items() if pin.expires_at_s <= now_s]
+        for name in over:
+            self._leave(name)
+        if over:
+            self._write()
+        return len(over)
+
+    def _enter(self, pin: Pin, chain: Mapping[bytes, int]) -> None:
+        self._pins[pin.name] = pin
+        self._held[pin.name] = chain
+        for key in chain:
+            self._keys[key] = self._keys.get(key, 0) + 1
+
+    def _leave(self, name: str) -> None:
+        self._pins.pop(name, None)
+        for key in self._held.pop(name, {}):
+            self._keys[key] -= 1
+            if not self._keys[key]:
+                del self._keys[key]
+
+    def _write(self) -> None:
+        write_pins(self._path.parent, self._pins.values())
+
+
+def read_pins(directory: Path) -> tuple[Pin, ...]:
+    """The pins of a store's directory. Raises `ConfigError` for a file that is none of ours."""
+    path = directory / PINS_FILE
+    if not path.exists():
+        return ()
+    try:
+        values = json.loads(path.read_text("utf-8"))
+        if values["version"] != 1:
+            raise ConfigError(
+                f"{PINS_FILE} has format version {values['version']!r}, this build reads 1"
+            )
+        return tuple(Pin(**item) for item in values["pins"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path} is no list of pins ({type(error).__name__})") from None
+
+
+def write_pins(directory: Path, pins: Iterable[Pin]) -> None:
+    """Replace the file, whole or not at all."""
+    path = directory / PINS_FILE
+    temporary = path.with_name(f".{PINS_FILE}.{os.getpid()}")
+    text = json.dumps({"version": 1, "pins": [asdict(pin) for pin in pins]}, indent=1)
+    with open(temporary, "w", encoding="utf-8") as out:
+        out.write(text + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(temporary, path)
