@@ -90,7 +90,8 @@ class EdgeLimits:
     top_logprobs: int = 0  # logprobs are not offered yet
     model_name_chars: int = 256
     key_chars: int = 512
-    queued_requests: int = 256
+    queued_requests: int = 256  # in line for room
+    queue_wait_s: float = 60.0  # predicted for who comes now; or its deadline, if that is sooner
     stall_s: float = 60.0  # a client that takes nothing for this long is cancelled
     request_deadline_s: float = 600.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -129,7 +130,7 @@ class Exchange:
             return
         headers = [JSON_TYPE]
         if isinstance(error, Overloaded):
-            headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
+            headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
         await self.answer(error.status, orjson.dumps(error.body()), headers)
 
     async def events(self, payloads: Iterable[bytes]) -> None:

@@ -8,6 +8,7 @@ never overwrites what is still on its way. Several routers need not agree: a rep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.clock import SYSTEM_CLOCK, Clock
@@ -15,6 +16,7 @@ from headrace.core.messages import LoadReport
 
 REPORT_INTERVAL_S = 0.5
 STALE_REPORTS = 3  # intervals without a report after which the last one is only a lower bound
+STAY_SHARE = 0.1  # of the newest dispatch in the mean time that one is open
 
 
 @dataclass(eq=False, slots=True)
@@ -52,6 +54,7 @@ class _Account:
     # Closed since the report, though the report still covers them.
     ended_requests: int = 0
     ended_tokens: int = 0
+    stay_s: float | None = None  # how long a dispatch was open, newest weighted most
 
 
 class Ledger:
@@ -82,6 +85,9 @@ class Ledger:
         account = self._accounts.get(charge.replica)
         if account is None or account.open.pop(charge.dispatch, None) is None:
             return
+        stay_s = self._clock.now_s() - charge.opened_at_s
+        before_s = stay_s if account.stay_s is None else account.stay_s
+        account.stay_s = before_s + STAY_SHARE * (stay_s - before_s)
         if account.report is not None and charge.dispatch <= account.report.last_dispatch:
             account.ended_requests += 1
             account.ended_tokens += charge.tokens
@@ -139,6 +145,19 @@ class Ledger:
             report.rows_per_s,
             stale,
         )
+
+    def wait_s(self, replicas: Sequence[str], n_before: int) -> float:
+        """How long it takes until these replicas, which have no room now, have let `n_before`
+        requests in: by Little's law, from how many they have and how long one stays. What is open
+        for longer than one stays counts by its age. 0 while none of them has ended any."""
+        accounts = [self._accounts[key] for key in replicas if key in self._accounts]
+        stays_s = [account.stay_s for account in accounts if account.stay_s is not None]
+        if not stays_s:
+            return 0.0
+        now_s = self._clock.now_s()
+        ages_s = [now_s - c.opened_at_s for account in accounts for c in account.open.values()]
+        stay_s = max(sum(stays_s) / len(stays_s), sum(ages_s) / max(1, len(ages_s)))
+        return n_before * stay_s / max(1, sum(self.load(key).requests for key in replicas))
 
     def _account(self, replica: str) -> _Account:
         return self._accounts.setdefault(replica, _Account())

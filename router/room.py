@@ -30,6 +30,7 @@ from headrace.router.replicas import Replica, Replicas
 from headrace.router.settings import RouterSettings
 
 T = TypeVar("T")
+MAX_RETRY_AFTER_S = 60.0
 
 
 class Witness(Protocol):
@@ -185,10 +186,29 @@ class Rooms:
         self._witness.on_routed(SYSTEM_CLOCK.now_s() - begun_s)
         if found is not None:
             return work, found
-        limit = self._deployment.edge.queued_requests
-        if self.waiting >= limit and not again:  # what has begun was let in before
-            raise Overloaded(f"queued_requests is limited to {limit}, all replicas are full")
+        if not again:  # what has begun was let in before
+            self._check_wait(line, Role.PREFILL if late else Role.DECODE, request.deadline_s)
         return work, await line.wait(lambda: self._choose(work, avoid, taken), begun=again)
+
+    def _check_wait(self, line: Line, pool: Role, deadline_s: float) -> None:
+        """Raises `Overloaded` when the lines are full, or when a place in this one would be too
+        long a wait, with the time after which it is not if nobody else comes."""
+        edge = self._deployment.edge
+        keys = [replica.key for replica in self.replicas.routable(pool)]
+        wait_s = self._ledger.wait_s(keys, len(line) + 1)
+        if self.waiting >= edge.queued_requests:
+            raise Overloaded(
+                f"queued_requests is limited to {edge.queued_requests}, all replicas are full",
+                retry_after_s=min(MAX_RETRY_AFTER_S, wait_s / (len(line) + 1)),
+            )
+        name, most_s = min(
+            ("queue_wait_s", edge.queue_wait_s), ("the deadline", deadline_s), key=lambda x: x[1]
+        )
+        if wait_s > most_s:
+            raise Overloaded(
+                f"{name} is {most_s:g} s, a wait of {wait_s:.0f} s is predicted",
+                retry_after_s=min(MAX_RETRY_AFTER_S, wait_s - most_s),
+            )
 
     async def _look_up(self, request: GenRequest, card: ModelCard) -> Hits:
         """What is stored of the prompt: the exact blocks, and in mode `replay` those behind them

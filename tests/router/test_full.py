@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from headrace.core.limits import EdgeLimits
 
 REFERENCE = "The river runs to the mill, and the mill grinds.\n"
@@ -35,4 +37,39 @@ async def test_what_has_begun_is_not_refused_for_a_full_line(rigs: Any) -> None:
         assert (await last).json()["choices"][0]["text"] == REFERENCE
         # the lost one's stream, with its three tokens, before the one that had not begun
         assert [len(job.generated_ids) for job in other.jobs] == [0, 3, 0]
+        await rig.until(rig.nothing_held)
+
+
+@pytest.mark.parametrize("limit", ["queue_wait_s", "request_deadline_s"])
+async def test_a_line_that_takes_too_long_refuses_at_once_and_says_until_when(
+    rigs: Any, limit: str
+) -> None:
+    """One slot, and answers of 5 s each by the ledger's account: the first in line waits 5 s, the
+    second 10, the third would wait 15."""
+    edge = EdgeLimits(**({"request_deadline_s": 600.0, "queue_wait_s": 600.0} | {limit: 12.0}))
+    async with rigs(edge=edge, queue_ahead=0) as rig:
+        (decode,) = rig.decodes
+        decode.n_slots = 1
+        await decode.announce()
+        await rig.until(lambda: {r.member.n_slots for r in rig.router.replicas.all()} == {1})
+        assert (await rig.client.post("/v1/completions", json=BODY)).status_code == 200
+        (account,) = rig.router.ledger._accounts.values()
+        account.stay_s = 5.0
+        event, decode.script.gate = rig.gate_at(0)
+        tasks = []
+        for n_waiting in (0, 1, 2):
+            tasks.append(asyncio.create_task(rig.client.post("/v1/completions", json=BODY)))
+            await rig.until(lambda: rig.router.desk.waiting_requests == n_waiting)  # noqa: B023
+            await rig.until(lambda: decode.running)
+        begun_s = asyncio.get_running_loop().time()
+        answer = await rig.client.post("/v1/completions", json=BODY)
+        assert asyncio.get_running_loop().time() - begun_s < 2.0  # not after 15
+        assert answer.status_code == 429
+        name = "queue_wait_s" if limit == "queue_wait_s" else "the deadline"
+        message = answer.json()["error"]["message"]
+        assert message == f"{name} is 12 s, a wait of 15 s is predicted"
+        assert answer.headers["retry-after"] == "3"
+        event.set()
+        answers = [(await task).json()["choices"][0]["text"] for task in tasks]
+        assert answers == [REFERENCE] * 3
         await rig.until(rig.nothing_held)

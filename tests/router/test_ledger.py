@@ -107,3 +107,49 @@ def test_any_history_ends_at_zero(history: list[tuple[str, int]]) -> None:
     for charge in charges:
         ledger.close(charge)
     assert ledger.open_charges == 0 and ledger.own("d") == (0, 0)
+
+
+def test_a_wait_is_predicted_from_how_long_one_stays() -> None:
+    clock = FakeClock()
+    ledger = Ledger(clock)
+    pool = ["a", "b"]
+    assert ledger.wait_s(pool, 10) == 0.0
+    charges = [ledger.open(key, 0, 128) for key in pool for _ in range(4)]
+    clock.advance(2.0)
+    assert ledger.wait_s(pool, 10) == 0.0  # none has ended yet: nothing is known
+    ledger.close(charges[0])
+    charges.append(ledger.open("a", 0, 128))
+    # Eight stay two seconds each: four places a second.
+    assert ledger.wait_s(pool, 1) == pytest.approx(0.25)
+    assert ledger.wait_s(pool, 10) == pytest.approx(2.5)
+    # Nobody ends for a minute: the mean age, (7 * 62 + 60) / 8 seconds, is the better guess.
+    clock.advance(60.0)
+    assert ledger.wait_s(pool, 8) == pytest.approx((7 * 62 + 60) / 8)
+    for charge in charges:
+        ledger.close(charge)
+    assert ledger.wait_s(pool, 0) == 0.0
+    ledger.forget("a")
+    ledger.forget("b")
+    assert ledger.wait_s(pool, 10) == 0.0
+
+
+def test_the_mean_stay_forgets() -> None:
+    clock = FakeClock()
+    ledger = Ledger(clock)
+    for stay_s in (1.0, *[3.0] * 60):
+        charge = ledger.open("a", 0, 128)
+        clock.advance(stay_s)
+        ledger.close(charge)
+    ledger.open("a", 0, 128)
+    assert ledger.wait_s(["a"], 1) == pytest.approx(3.0, abs=0.01)
+
+
+def test_requests_of_other_routers_leave_room_too() -> None:
+    clock = FakeClock()
+    ledger = Ledger(clock)
+    charge = ledger.open("a", 0, 128)
+    clock.advance(4.0)
+    ledger.close(charge)
+    seen = replace(IDLE, last_dispatch=charge.dispatch, running_requests=8)
+    ledger.report("a", seen, held_tokens=1024)
+    assert ledger.wait_s(["a"], 2) == pytest.approx(1.0)
