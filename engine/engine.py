@@ -244,6 +244,7 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is None:
             return ()
+        self.runner.expect(self.scheduler.ahead(plan))
         result = self.runner.run(plan)
         self._steps += 1
         self._recent.append((result.encoder_rows, result.seconds))

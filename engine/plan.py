@@ -48,6 +48,15 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownRows:
+    """Rows [start, end) of the sequence in a slot, whose tokens are known."""
+
+    slot: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentResult:
     """`token_id` where the segment sampled; `error` when this sequence cannot go on. `ran` False:
     its rows did not run to the end, and the counts of the step leave them out."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headrace.core import faults
 from headrace.core.chain import BLOCK_TOKENS, TokenIds
@@ -22,7 +23,7 @@ from headrace.core.images import ImageSpan
 from headrace.engine.errors import NotANumber
 from headrace.engine.finite import FiniteCheck
 from headrace.engine.pictures import PictureRows, PictureTable
-from headrace.engine.plan import Segment, SegmentResult, StepPlan, StepResult
+from headrace.engine.plan import KnownRows, Segment, SegmentResult, StepPlan, StepResult
 from headrace.engine.sampler import sample
 from headrace.model import KvState, RowBatch, RowResult, Trunk
 
@@ -78,6 +79,14 @@ class Runner:
         self._ids[slot, pad : pad + len(ids)] = np.frombuffer(ids, dtype=np.uint32)
         self._tables[slot] = -1
         self._tables[slot, : len(blocks)] = blocks
+
+    def expect(self, spans: Sequence[KnownRows]) -> None:
+        """Tell the model which rows of known tokens will run in a later step."""
+        if not spans or not self.trunk.reads_ahead:
+            return
+        slots = np.repeat([s.slot for s in spans], [s.end - s.start for s in spans])
+        positions = np.concatenate([np.arange(s.start, s.end) for s in spans])
+        self.trunk.expect(*self._histories(slots, positions))
 
     def run_drafts(
         self, segments: Sequence[Segment], drafts: Sequence[Sequence[int]]
@@ -188,18 +197,13 @@ class Runner:
         sequence = np.repeat(np.arange(len(segments)), counts)
         first_row = np.cumsum(counts) - counts
         positions = np.arange(len(sequence)) - first_row[sequence] + starts[sequence]
-        back = np.arange(self._history)
-        places = positions[:, None] + (self._history - 1) - back
-        row_slots = slots[sequence][:, None]
-        history = self._ids[row_slots, places]
+        history, image = self._histories(slots[sequence], positions)
         width = -(-int(ends.max()) // BLOCK_TOKENS)
         samples = columns[7][sequence] > 0
         row = {name: torch.from_numpy(columns[i][sequence]) for i, name in _ROW_COLUMNS.items()}
         return RowBatch(
             history_ids=torch.from_numpy(history),
-            history_image=torch.from_numpy(
-                self._pictures.mask(row_slots, positions[:, None] - back)
-            ),
+            history_image=torch.from_numpy(image),
             embeddings=self._pictures.embeddings(
                 len(positions),
                 list(zip(first_row.tolist(), slots.tolist(), starts, ends, strict=True)),
@@ -211,6 +215,15 @@ class Runner:
             logits=torch.from_numpy(all_logits | ((positions == ends[sequence] - 1) & samples)),
             **row,
         )
+
+    def _histories(
+        self, slots: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Token ids [n, max_ngram] at and before these positions, newest first, -1 before the
+        text, and whether they lie in a picture."""
+        back = positions[:, None] - np.arange(self._history)
+        ids = self._ids[slots[:, None], back + (self._history - 1)]
+        return ids, self._pictures.mask(slots[:, None], back)
 
     def _tokens(
         self, segments: tuple[Segment, ...], logits: torch.Tensor
@@ -227,6 +240,9 @@ class Runner:
         for segment, token in zip(wanted, tokens, strict=True):
             if token is not None:
                 self._ids[segment.slot, self._history - 1 + segment.end] = token
+        drawn = [s for s, token in zip(wanted, tokens, strict=True) if token is not None]
+        last = self._ids.shape[1] - self._history  # a text that is full has no next row
+        self.expect([KnownRows(s.slot, s.end, s.end + 1) for s in drawn if s.end < last])
         return {segment.key: token for segment, token in zip(wanted, tokens, strict=True)}
 
     def _collect(self, segment: Segment, tokens: dict[JobKey, int | None]) -> SegmentResult:

@@ -34,7 +34,7 @@ from headrace.engine.jobs import (
     WindowDone,
 )
 from headrace.engine.lease import Lease, Resources
-from headrace.engine.plan import Segment, SegmentResult, StepPlan, StepResult
+from headrace.engine.plan import KnownRows, Segment, SegmentResult, StepPlan, StepResult
 from headrace.engine.sequence import DigestChain, Sequence, SequenceEvent, SequenceState
 from headrace.engine.settings import EngineSettings, Half
 
@@ -241,6 +241,22 @@ class Scheduler:
                 budget -= segment.encoder_rows
                 segments.append(segment)
         return StepPlan(tuple(segments)) if segments else None
+
+    def ahead(self, plan: StepPlan) -> tuple[KnownRows, ...]:
+        """The rows of known tokens that follow when `plan` has run, at most a step's; changes
+        nothing. A guess: who comes or goes meanwhile is not known."""
+        ends = {segment.key: segment.end for segment in plan.segments}
+        room, found = self.settings.max_rows_per_step, []
+        for key in self._order:
+            sequence = self._sequences[key]
+            if sequence.state is not SequenceState.KNOWN or sequence.plan is None:
+                continue
+            start = ends.get(key, sequence.next_row)
+            end = min(start + room, sequence.plan.end)
+            if start < end:
+                found.append(KnownRows(sequence.lease.slot, start, end))
+                room -= end - start
+        return tuple(found)
 
     def _decode_segment(self, sequence: Sequence) -> Segment:
         row = sequence.next_row

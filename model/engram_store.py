@@ -7,7 +7,9 @@
 
 Rows depend on token ids alone, so `fetch` is called when a call of the model begins and its result
 is asked for when the layer runs. For tables that are not on the device it gathers meanwhile in
-threads: a fault on a cold page waits in one of them, without the interpreter's lock.
+threads: a fault on a cold page waits in one of them, without the interpreter's lock. What a layer
+near the embedding reads is hidden that way in part only; so whoever knows the tokens of a later
+call says so by `expect`, and pages that lie on a disk are read in while other rows run.
 
 A mapped file must not be cut short while it is mapped: the system ends a process that reads behind
 its end. Values of a stored table are not looked at when it is opened (a release's have 94 GiB).
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +40,7 @@ Bytes = NDArray[np.uint8]
 
 _GROUP = 32  # stored codes that share a scale
 _THREADS = 8  # faults that wait side by side
+_AHEAD_THREADS = 4  # of their own: what is only expected never stands before what is waited for
 _ROWS_PER_TASK = 64
 
 
@@ -57,9 +61,16 @@ class EngramTable(Protocol):
     @property
     def n_rows(self) -> int: ...
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `expect` does anything."""
+
     def fetch(self, rows: Ints) -> Callable[[], torch.Tensor]:
         """Begin to gather rows [n, k]; the result, to be asked for once, is [n, k * width] in the
         compute dtype on the model's device."""
+
+    def expect(self, rows: Ints) -> None:
+        """A later `fetch` will ask for these rows: a hint, returns at once, changes no result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,13 @@ class HeldTable:
     @property
     def n_rows(self) -> int:
         return self.values.shape[0]
+
+    @property
+    def reads_ahead(self) -> bool:
+        return False
+
+    def expect(self, rows: Ints) -> None:
+        """It is all there."""
 
     def fetch(self, rows: Ints) -> Callable[[], torch.Tensor]:
         def gather() -> torch.Tensor:
@@ -97,13 +115,14 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class HostTable:
-    """A table on the host, mapped or page-locked. `prefetch` False gathers when the result is
-    asked for: to measure what it hides."""
+    """A table on the host, mapped or page-locked (`reads_ahead` False). `prefetch` False gathers
+    when the result is asked for: to measure what it hides."""
 
     stored: StoredRows
     compute: torch.dtype
     device: torch.device
     prefetch: bool = True
+    reads_ahead: bool = True
 
     @property
     def n_rows(self) -> int:
@@ -113,11 +132,15 @@ class HostTable:
         flat, n = np.ascontiguousarray(rows).reshape(-1), rows.shape[0]
         if not self.prefetch:
             return lambda: self._decode([self._take(flat)], n)
-        parts = np.array_split(flat, max(1, min(_THREADS, flat.size // _ROWS_PER_TASK)))
         pending: list[Future[tuple[Bytes, Bytes | None]]] = [
-            _pool().submit(self._take, part) for part in parts
+            _pool().submit(self._take, part) for part in _parts(flat, _THREADS)
         ]
         return lambda: self._decode([future.result() for future in pending], n)
+
+    def expect(self, rows: Ints) -> None:
+        if self.reads_ahead:
+            for part in _parts(np.ascontiguousarray(rows).reshape(-1), _AHEAD_THREADS):
+                _ahead().touch(self._take, part)
 
     def _take(self, rows: Ints) -> tuple[Bytes, Bytes | None]:
         scale = self.stored.scale
@@ -143,9 +166,31 @@ class HostTable:
         return whole.to(self.device, non_blocking=True)
 
 
+def _parts(flat: Ints, most: int) -> list[Ints]:
+    return np.array_split(flat, max(1, min(most, flat.size // _ROWS_PER_TASK)))
+
+
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS, "engram")
+
+
+class _Ahead:
+    """Touches rows in the background. Of more work than its threads have at hand it drops the new:
+    a hint that comes too late is worth nothing."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_AHEAD_THREADS, "engram-ahead")
+        self._room = BoundedSemaphore(4 * _AHEAD_THREADS)
+
+    def touch(self, take: Callable[[Ints], object], rows: Ints) -> None:
+        if self._room.acquire(blocking=False):
+            self._pool.submit(take, rows).add_done_callback(lambda _: self._room.release())
+
+
+@cache
+def _ahead() -> _Ahead:
+    return _Ahead()
 
 
 def map_file(path: Path, n_bytes: int) -> Bytes:
@@ -204,7 +249,7 @@ def table_of(
             None if values.scale is None else _pinned(values.scale),
             values.dtype,
         )
-    return HostTable(values, compute, device)
+    return HostTable(values, compute, device, reads_ahead=placement is Placement.MAPPED)
 
 
 def _pinned(array: Bytes) -> Bytes:

@@ -156,6 +156,27 @@ class Trunk(nn.Module):
         self._check_state(state)
         return draft_block(self, batch, state, temperatures)
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `expect` does anything: some Engram table lies in a file."""
+        return any(table.reads_ahead for table in self.engram)
+
+    def expect(self, history_ids: NDArray[np.int64], history_image: NDArray[np.bool_]) -> None:
+        """Rows with these histories (as in `RowBatch`) will run in a later call: a hint to the
+        Engram tables, which changes no result. From the thread of `forward`."""
+        if self.reads_ahead:
+            for table, rows in self.engram_rows(history_ids, history_image):
+                table.expect(rows)
+
+    def engram_rows(
+        self, history_ids: NDArray[np.int64], history_image: NDArray[np.bool_]
+    ) -> list[tuple[EngramTable, NDArray[np.int64]]]:
+        """Every Engram layer's table and the rows [n, k] of it that these histories read."""
+        pad = self.config.engram_pad_token_id
+        mapped = map_history(history_ids, history_image, self.token_map, pad)
+        hashes = self.hashes[: len(self.engram)]
+        return [(t, h.rows(mapped)) for t, h in zip(self.engram, hashes, strict=True)]
+
     def _check_state(self, state: KvState) -> None:
         if state.config is not self.config and state.config != self.config:
             raise StateError("state was made for another model configuration")
@@ -298,17 +319,10 @@ class _Call:
 
     def _fetch_engram(self) -> list[Callable[[], torch.Tensor]]:
         """Rows [n, rows per token * width] of every Engram layer, begun before a layer runs."""
-        tables = self.trunk.engram
-        if not tables:
+        if not self.trunk.engram:
             return []
-        mapped = map_history(
-            self.plan.history,
-            self.plan.history_image,
-            self.trunk.token_map,
-            self.config.engram_pad_token_id,
-        )
-        hashes = self.trunk.hashes[: len(tables)]
-        return [t.fetch(h.rows(mapped)) for t, h in zip(tables, hashes, strict=True)]
+        wanted = self.trunk.engram_rows(self.plan.history, self.plan.history_image)
+        return [table.fetch(rows) for table, rows in wanted]
 
     def _engram(self, p: LayerParams, streams: Streams, rows: torch.Tensor, plan: HalfPlan) -> None:
         e = p.engram

@@ -14,6 +14,16 @@ other rows. Four ways:
 
 `wait` is what the layers' requests for their rows took, `call` the whole call; medians. Hidden is
 1 - wait with prefetch / wait without.
+
+Then an engine's steps on cold mapped tables (dropped once, before the steps that are counted):
+prefill in steps of 256 rows, and decode steps of 8 sequences, each with three ways:
+
+    no prefetch  gathered when the layer asks
+    call         begun when the call begins
+    step before  told to the tables by the step before: the prompt's next rows when a step is
+                 planned, a token's row when it is sampled
+
+`wait` is summed over a step, medians over the steps.
 """
 
 from __future__ import annotations
@@ -32,6 +42,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.core.chain import as_token_ids, block_digests
+from headrace.core.ids import Digest, RequestId
+from headrace.core.request import GenRequest, HandoffMode, Sampling
+from headrace.core.rows import plan_decode
+from headrace.engine import Engine, EngineSettings, Half, Job
+from headrace.engine.sequence import SequenceState
 from headrace.model import CacheLayout, KvState, ModelConfig, Numerics, RowBatch, Trunk
 from headrace.model.engram_hash import sum_of_primes
 from headrace.model.engram_store import HostTable, StoredRows, map_file
@@ -56,6 +72,13 @@ class Table:
     @property
     def n_rows(self) -> int:
         return self.inner.n_rows
+
+    @property
+    def reads_ahead(self) -> bool:
+        return self.inner.reads_ahead
+
+    def expect(self, rows: Any) -> None:
+        self.inner.expect(rows)
 
     def fetch(self, rows: Any) -> Callable[[], torch.Tensor]:
         result = self.inner.fetch(rows)
@@ -157,6 +180,82 @@ def measure(
     return statistics.median(calls), middle, statistics.median(faults)
 
 
+ENGINE_WAYS = (("no prefetch", False, False), ("call", True, False), ("step before", True, True))
+
+
+def request(n: int, name: str, max_tokens: int, rng: np.random.Generator) -> GenRequest:
+    ids = as_token_ids([int(i) for i in rng.integers(31, 3900, n)])
+    root = Digest(bytes(32))
+    return GenRequest(
+        request_id=RequestId(name),
+        epoch=0,
+        token_ids=ids,
+        chain_root=root,
+        digests=block_digests(root, ids),
+        keep_tokens=44,
+        max_tokens=max_tokens,
+        sampling=Sampling(temperature=1.0, seed=n),
+        stop_token_ids=(),
+        mode=HandoffMode.EXACT,
+        domain="bench",
+        deadline_s=0.0,
+    )
+
+
+def engine_steps(
+    trunk: Trunk, tables: dict[int, Table], files: Files, decode: bool
+) -> list[tuple[float, dict[int, float], int]]:
+    """(step ms, wait ms by layer, major faults) of every step that is counted."""
+    settings = EngineSettings(n_blocks=40, n_slots=8, max_rows_per_step=256)
+    engine = Engine(trunk, settings, Half.FULL, record_spacing_tokens=8192)
+    rng = np.random.default_rng(11)
+    for number in range(8 if decode else 1):
+        one = request(32 if decode else 2048, f"r{number}", 40 if decode else 1, rng)
+        engine.admit(Job(one, as_token_ids([]), 0))
+        plan = plan_decode(one.n_tokens, 0, one.keep_tokens, (), engine.geometry)
+        engine.start(one.key, plan)
+    if decode:
+        while any(s.state is SequenceState.KNOWN for s in engine.scheduler.sequences()):
+            engine.step()
+    files.drop()
+    found = []
+    while engine.has_work:
+        for table in tables.values():
+            table.waited_s = 0.0
+        major = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        began = time.perf_counter()
+        engine.step()
+        took = (time.perf_counter() - began) * 1e3
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - major
+        found.append((took, {k: t.waited_s * 1e3 for k, t in tables.items()}, faults))
+    return found[1:-1]  # the first's rows were told before the drop, the last tells of none
+
+
+def measure_engine(config: ModelConfig, files: Files) -> None:
+    print("| steps | fetched | step, ms | wait layer 1, ms | wait layer 4, ms | major faults |")
+    print("|---|---|---|---|---|---|")
+    for name, decode in (("prefill, 256 rows", False), ("decode, 8 rows", True)):
+        waited = {}
+        for way, prefetch, ahead in ENGINE_WAYS:
+            tables = {
+                layer: Table(HostTable(rows, torch.float32, CPU, prefetch, ahead))
+                for layer, rows in files.rows.items()
+            }
+            trunk = Trunk.random(config, 1, Numerics.FAST, engram_tables=dict(tables))
+            steps = engine_steps(trunk, tables, files, decode)
+            took = statistics.median(step[0] for step in steps)
+            waits = {k: statistics.median(step[1][k] for step in steps) for k in tables}
+            faults = statistics.median(step[2] for step in steps)
+            waited[way] = waits
+            cells = " | ".join(f"{waits[layer]:.2f}" for layer in sorted(waits))
+            shown = f"{name} x {len(steps)}"
+            print(f"| {shown} | {way} | {took:.1f} | {cells} | {faults:.0f} |", flush=True)
+        for way in ("call", "step before"):
+            hidden = {k: 1 - waited[way][k] / waited["no prefetch"][k] for k in waited[way]}
+            shown = ", ".join(f"layer {k} {v:.0%}" for k, v in hidden.items())
+            print(f"  hidden by {way}: {shown}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12)
@@ -184,7 +283,7 @@ def main() -> None:
         waited: dict[str, dict[int, float]] = {}
         for name, stored, prefetch, before in ways:
             tables = {
-                layer: Table(HostTable(rows, torch.float32, CPU, prefetch))
+                layer: Table(HostTable(rows, torch.float32, CPU, prefetch, reads_ahead=False))
                 for layer, rows in stored.items()
             }
             call, waits, faults = measure(config, tables, shape, args.rounds, before)
@@ -194,6 +293,8 @@ def main() -> None:
         cold, plain = waited["cold"], waited["cold, no prefetch"]
         hidden = {layer: 1 - cold[layer] / plain[layer] for layer in cold}
         print(f"  hidden: {', '.join(f'layer {k} {v:.0%}' for k, v in hidden.items())}")
+    print()
+    measure_engine(config, files)
     for path, _ in files.parts:
         path.unlink()
 

@@ -6,6 +6,8 @@ import ast
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,14 @@ import torch
 
 from headrace.model import ConfigError, ModelConfig, Numerics, Placement, Trunk
 from headrace.model.checkpoint import Quantisation, ReleaseConfig, load_trunk, write_random
-from headrace.model.engram_store import HeldTable, HostTable, StoredRows, map_file, table_of
+from headrace.model.engram_store import (
+    HeldTable,
+    HostTable,
+    StoredRows,
+    _Ahead,
+    map_file,
+    table_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -139,3 +148,56 @@ def test_a_table_of_another_size_is_refused() -> None:
     short = HeldTable(torch.zeros(5, config.engram_head_dim), torch.float32)
     with pytest.raises(ConfigError, match="Engram table of layer 1: 5 rows, not 4062"):
         Trunk.random(config, 0, Numerics.FAST, engram_tables={1: short})
+
+
+def resident_kb(path: Path) -> int:
+    """What of a file's mappings in this process lies in memory, by the kernel's account."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if ":" not in line.split(" ")[0]:
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            return int(line.split()[1])
+    raise AssertionError(f"{path.name} is not mapped")
+
+
+def test_expected_rows_are_read_in_and_others_are_not(tmp_path: Path) -> None:
+    """300 rows of a page each: nothing is mapped before, exactly those after."""
+    path, n_rows, width = tmp_path / "table", 5000, 4096
+    with path.open("wb") as file:
+        file.write(os.urandom(n_rows * width))
+        os.fsync(file.fileno())
+    raw = map_file(path, n_rows * width).reshape(n_rows, width)
+    table = HostTable(StoredRows(raw, None, torch.uint8), torch.float64, CPU)
+    rows = np.random.default_rng(3).permutation(n_rows)[:300].reshape(50, 6)
+    with path.open("rb") as file:  # what lies in the page cache would be mapped around a fault
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert resident_kb(path) == 0
+    assert HostTable(table.stored, table.compute, CPU, reads_ahead=False).expect(rows) is None
+    table.expect(rows)
+    deadline = time.monotonic() + 20
+    while resident_kb(path) < 300 * 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert 300 * 4 <= resident_kb(path) < n_rows * 4
+    assert torch.equal(table.fetch(rows)(), torch.from_numpy(raw[rows].reshape(50, -1)).double())
+
+
+def test_hints_that_come_too_fast_are_dropped_and_reads_are_not(monkeypatch: Any) -> None:
+    ahead, gate, taken = _Ahead(), threading.Event(), []
+
+    def take(rows: np.ndarray) -> None:
+        gate.wait(20)
+        taken.append(len(rows))
+
+    for n in range(100):
+        ahead.touch(take, np.arange(n))
+    monkeypatch.setattr("headrace.model.engram_store._ahead", lambda: ahead)
+    values = torch.arange(5000.0).view(500, 10)
+    table = table_of(values, Placement.MAPPED, torch.float64, CPU)
+    rows = np.array([[3, 4], [7, 1]])
+    table.expect(rows)
+    assert torch.equal(table.fetch(rows)(), values[torch.from_numpy(rows)].flatten(1).double())
+    assert taken == []  # the hints still wait, the rows are there
+    gate.set()
+    ahead._pool.shutdown()
+    assert sorted(taken) == list(range(16))
