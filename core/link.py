@@ -22,6 +22,8 @@ from headrace.core.wire import MessageTable
 
 log = logging.getLogger(__name__)
 Handler = Callable[["Link"], Awaitable[None]]
+_READ_BYTES = 1 << 18
+_TOGETHER_BYTES = 64 << 10
 
 
 class Link:
@@ -47,6 +49,9 @@ class Link:
         self._codec = FrameCodec(token, limits.frame_bytes)
         self._limits = limits
         self._send_lock = asyncio.Lock()
+        self._received = bytearray()  # read from the socket and not yet a whole frame
+        self._posted: list[bytes] = []  # frames that leave when this turn of the loop ends
+        self._posted_bytes = 0
         self.closed = False
 
     async def send(self, message: Any) -> None:
@@ -60,6 +65,7 @@ class Link:
         if action == "drop":
             return
         async with self._send_lock:
+            self._flush()
             if self._writer.is_closing():  # while we waited for our turn; uvloop would raise
                 raise ConnectionResetError("the link is closed")
             self._writer.write(frame if action != "duplicate" else frame * 2)
@@ -75,21 +81,36 @@ class Link:
         """Queue one message without waiting, for callers inside callbacks. Drops it silently when
         the link is closed: whoever must know watches the link's end. A peer that leaves more than
         `unsent_bytes` untaken is cut off, so that a stopped one costs bounded memory."""
+        # Small frames of one turn of the loop leave together: a system call costs more than they.
         # is_closing: the peer may be gone before our reader knows, and uvloop then raises.
         if not self.closed and not self._writer.is_closing():
-            self._writer.write(self._codec.encode(self._table.encode(message)))
-            if self._writer.transport.get_write_buffer_size() > self._limits.unsent_bytes:
-                log.warning(
-                    "cut off a peer that leaves %d bytes untaken", self._limits.unsent_bytes
-                )
-                self.abort()
+            frame = self._codec.encode(self._table.encode(message))
+            if not self._posted:
+                asyncio.get_running_loop().call_soon(self._flush)
+            self._posted.append(frame)
+            self._posted_bytes += len(frame)
+            if self._posted_bytes > _TOGETHER_BYTES:
+                self._flush()
+
+    def _flush(self) -> None:
+        frames, self._posted, self._posted_bytes = self._posted, [], 0
+        if not frames or self.closed or self._writer.is_closing():
+            return
+        self._writer.write(b"".join(frames) if len(frames) > 1 else frames[0])
+        if self._writer.transport.get_write_buffer_size() > self._limits.unsent_bytes:
+            log.warning("cut off a peer that leaves %d bytes untaken", self._limits.unsent_bytes)
+            self.abort()
 
     async def receive(self) -> Any | None:
         """The next message, or None when the peer closed. Raises `WireError` on a bad or late
         frame."""
         first_s, self._first_s = self._first_s, None
         try:
-            async with asyncio.timeout(first_s):
+            payload = self._cut()
+            if payload is None and first_s is not None:
+                async with asyncio.timeout(first_s):
+                    payload = await self._frame()
+            elif payload is None:
                 payload = await self._frame()
             return self._table.decode(payload)
         except TimeoutError:
@@ -103,13 +124,38 @@ class Link:
             raise
 
     async def _frame(self) -> bytes:
-        """The next frame's payload. What is no frame is told by its first bytes."""
-        header = await self._reader.readexactly(1)
-        async with asyncio.timeout(self._limits.send_s):
-            for upto in (2, 3, HEADER_BYTES):
-                self._codec.check_start(header)
-                header += await self._reader.readexactly(upto - len(header))
-            return await self._reader.readexactly(self._codec.payload_bytes(header))
+        """The next frame's payload, of which nothing or a part was received."""
+        if not self._received:
+            await self._more()
+        payload = self._cut()
+        if payload is None:
+            async with asyncio.timeout(self._limits.send_s):
+                while (payload := self._cut()) is None:
+                    await self._more()
+        return payload
+
+    async def _more(self) -> None:
+        part = await self._reader.read(_READ_BYTES)
+        if not part:
+            raise asyncio.IncompleteReadError(b"", None)
+        self._received += part
+
+    def _cut(self) -> bytes | None:
+        """The payload of the first frame if all of it was received. What is no frame is told by
+        its first bytes: raises `WireError`."""
+        data = self._received
+        if not data:
+            return None
+        head = bytes(data[:HEADER_BYTES])
+        self._codec.check_start(head)
+        if len(head) < HEADER_BYTES:
+            return None
+        end = HEADER_BYTES + self._codec.payload_bytes(head)
+        if len(data) < end:
+            return None
+        payload = bytes(data[HEADER_BYTES:end])
+        del data[:end]
+        return payload
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         while (message := await self.receive()) is not None:
@@ -124,6 +170,8 @@ class Link:
     async def close(self) -> None:
         """Flush and close; what the peer does not take within `send_s` is dropped. Idempotent."""
         if not self.closed:
+            with contextlib.suppress(ConnectionError, OSError):
+                self._flush()
             self.closed = True
             with contextlib.suppress(ConnectionError, OSError):
                 self._writer.close()

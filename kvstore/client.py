@@ -20,7 +20,6 @@ from headrace.kvstore.arena import Arena, Reading
 from headrace.kvstore.connection import Connection, StoreGone, attach
 from headrace.kvstore.layout import NO_DIGEST, Buffer, domain_tag
 from headrace.kvstore.messages import (
-    Abandon,
     AskStat,
     Done,
     Doom,
@@ -31,21 +30,15 @@ from headrace.kvstore.messages import (
     OpenWindow,
     Release,
     Renew,
-    Reserve,
-    Reserved,
-    Seal,
-    Sealed,
     Stat,
-    Wish,
-    Written,
 )
+from headrace.kvstore.putting import ANSWER_S, joined, put_batch
 from headrace.kvstore.settings import Kind, StoreStat
 
 log = logging.getLogger(__name__)
 _BATCH = 256  # objects of one reserve and seal
 _BATCH_BYTES = 8 << 20
 _SHORT_S = 2.0  # longest wait for an answer that needs no I/O and no room
-_OPEN_S = 10.0  # longest wait for objects from SSD
 _BACKOFF_S = (0.02, 0.5)  # first and longest pause between attempts to attach
 
 
@@ -170,15 +163,16 @@ class StoreClient:
         connection = self._connection
         if connection is None or not digests:
             return ()
-        asked = tuple(digests)
+        asked = joined(digests)
         try:
             answer = await connection.ask(
-                lambda call: OpenPrefix(call, asked, lease), Opened, _OPEN_S
+                lambda call: OpenPrefix(call, asked, lease), Opened, ANSWER_S
             )
+            places = connection.places(answer.places)
         except StoreGone:
             return ()
-        self._note(lease, bool(answer.places))
-        return answer.places
+        self._note(lease, bool(places))
+        return tuple([place for place in places if place is not None])
 
     async def open_windows(
         self, candidates: Sequence[tuple[int, Digest]], lease: JobKey | None
@@ -190,17 +184,18 @@ class StoreClient:
         connection = self._connection
         if connection is None or not candidates:
             return None
-        asked = tuple(window_digest(digest) for _, digest in candidates)
+        asked = joined([window_digest(digest) for _, digest in candidates])
         try:
             answer = await connection.ask(
-                lambda call: OpenWindow(call, asked, lease), Opened, _OPEN_S
+                lambda call: OpenWindow(call, asked, lease), Opened, ANSWER_S
             )
+            places = connection.places(answer.places)
         except StoreGone:
             return None
-        self._note(lease, bool(answer.places))
-        if not answer.places or not 0 <= answer.first < len(candidates):
+        self._note(lease, bool(places))
+        if not places or places[0] is None or not 0 <= answer.first < len(candidates):
             return None
-        return candidates[answer.first][0], answer.places[0]
+        return candidates[answer.first][0], places[0]
 
     async def open_objects(
         self, kind: Kind, digests: Sequence[Digest], lease: JobKey | None
@@ -211,15 +206,16 @@ class StoreClient:
         nothing: tuple[Place | None, ...] = (None,) * len(digests)
         if connection is None or not digests:
             return nothing
-        asked = tuple(digests)
+        asked = joined(digests)
         try:
             answer = await connection.ask(
-                lambda call: OpenObjects(call, kind, asked, lease), Found, _OPEN_S
+                lambda call: OpenObjects(call, kind, asked, lease), Found, ANSWER_S
             )
+            places = connection.places(answer.places)
         except StoreGone:
             return nothing
-        self._note(lease, any(place is not None for place in answer.places))
-        return answer.places if len(answer.places) == len(asked) else nothing
+        self._note(lease, any(place is not None for place in places))
+        return places if len(places) == len(digests) else nothing
 
     def read_into(self, place: Place, digest: Digest, dest: bytearray | memoryview) -> bool:
         """Copy the payload at `place` into `dest` (at least `place.payload_bytes` bytes), verified.
@@ -232,8 +228,25 @@ class StoreClient:
             self.read_misses += 1
             return False
         found = mapped[1].read(place, self._namespace, digest, dest)
-        if found is Reading.GOOD:
-            return True
+        return found is Reading.GOOD or self._missed(found, place, digest)
+
+    def view(self, place: Place, digest: Digest) -> memoryview | None:
+        """The payload at `place` where it lies, verified now; None as `read_into` answers False.
+
+        Read-only, and good for as long as the lease under which the place was opened: without one
+        the slot may be another object's at any moment. Whoever holds the view keeps the store's
+        memory mapped, even when the store has ended. Callable from any thread."""
+        mapped = self._mapped
+        if mapped is None or mapped[0] != place.store:
+            self.read_misses += 1
+            return None
+        found = mapped[1].read(place, self._namespace, digest, None)
+        if found is not Reading.GOOD:
+            self._missed(found, place, digest)
+            return None
+        return mapped[1].bytes_at(place).toreadonly()
+
+    def _missed(self, found: Reading, place: Place, digest: Digest) -> bool:
         self.read_misses += 1
         loop = self._loop
         if found is Reading.DAMAGED and loop is not None and not loop.is_closed():
@@ -276,16 +289,13 @@ class StoreClient:
         places: list[Place | None] = []
         until_s = asyncio.get_running_loop().time() + wait_s
         tag = domain_tag(domain)
-        before = parent or NO_DIGEST
+        before, block = parent or NO_DIGEST, first_block
         while len(places) < len(items):
             batch = self._next_batch(kind, items, len(places))
-            wishes = []
-            for number, (digest, payload) in enumerate(batch, len(places)):
-                block = first_block + number if kind is Kind.KV else first_block
-                wishes.append(Wish(digest, before, block, memoryview(payload).nbytes))
-                before = digest if kind is Kind.KV else before
             left_s = max(0.0, until_s - asyncio.get_running_loop().time())
-            places += await self._put_batch(kind, batch, tuple(wishes), tag, lease, left_s)
+            places += await self._put_batch(kind, batch, (before, block, tag, lease, left_s))
+            if kind is Kind.KV:
+                before, block = batch[-1][0], block + len(batch)
         return tuple(places)
 
     def _next_batch(
@@ -305,43 +315,13 @@ class StoreClient:
         self,
         kind: Kind,
         batch: Sequence[tuple[Digest, Buffer]],
-        wishes: tuple[Wish, ...],
-        domain: bytes,
-        lease: JobKey | None,
-        wait_s: float,
+        told: tuple[Digest, int, bytes, JobKey | None, float],
     ) -> Sequence[Place | None]:
         connection = self._connection
-        nothing: tuple[Place | None, ...] = (None,) * len(batch)
         if connection is None:
-            return nothing
-        unsealed: set[int] = set()
-        try:
-            answer = await connection.ask(
-                lambda call: Reserve(call, kind, wishes, domain, lease, wait_s),
-                Reserved,
-                wait_s + _OPEN_S,
-            )
-            unsealed = {grant.reservation for grant in answer.grants if grant is not None}
-            self._reserved |= unsealed
-            places = list(answer.places)
-            granted = [(i, grant) for i, grant in enumerate(answer.grants) if grant is not None]
-            if granted:
-                written = tuple(
-                    Written(grant.reservation, connection.fill(grant.offset, batch[i][1]))
-                    for i, grant in granted
-                )
-                sealed = await connection.ask(lambda call: Seal(call, written), Sealed, _OPEN_S)
-                self._reserved -= unsealed
-                unsealed = set()
-                for (i, _), place in zip(granted, sealed.places, strict=True):
-                    places[i] = place
-        except StoreGone:
-            return nothing
-        finally:
-            if unsealed:  # the store went away, or the caller was cancelled
-                self._reserved -= unsealed
-                connection.post(Abandon(tuple(unsealed)))
-        self._note(lease, any(place is not None for place in places))
+            return (None,) * len(batch)
+        places = await put_batch(connection, self._reserved, kind, batch, *told)
+        self._note(told[3], any(place is not None for place in places))
         return places
 
     # leases ----------------------------------------------------------------------------------

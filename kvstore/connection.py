@@ -15,8 +15,9 @@ from headrace.core.frames import HEADER_BYTES, FrameCodec
 from headrace.core.ids import BootId
 from headrace.core.limits import WireLimits
 from headrace.core.link import Link, parse_address
+from headrace.core.messages import Place
 from headrace.kvstore.arena import Arena, Region
-from headrace.kvstore.layout import Buffer, checksum
+from headrace.kvstore.layout import checksum
 from headrace.kvstore.messages import (
     STORE_MESSAGES,
     Abandon,
@@ -25,6 +26,8 @@ from headrace.kvstore.messages import (
     Cancel,
     Ping,
     Reserved,
+    unpack_pairs,
+    unpack_places,
 )
 
 T = TypeVar("T")
@@ -103,11 +106,10 @@ class Connection:
             raise StoreGone
         return answer
 
-    def fill(self, offset: int, payload: Buffer) -> int:
+    def fill(self, offset: int, source: memoryview) -> int:
         """Copy a payload into a granted slot; the checksum of the source, so that a torn copy does
         not verify. Raises `StoreGone` for a grant that is none."""
         found = self.arena.locate(offset)
-        source = memoryview(payload).cast("B")
         if found is None or source.nbytes > found[0].payload_bytes:
             self.abort()
             raise StoreGone
@@ -115,13 +117,29 @@ class Connection:
         self.arena.payload(region, slot, source.nbytes)[:] = source
         return checksum(source)
 
+    def places(self, packed: bytes) -> tuple[Place | None, ...]:
+        """Places of an answer. Raises `StoreGone` for what is none."""
+        try:
+            return unpack_places(packed, self.boot)
+        except WireError:
+            self.abort()
+            raise StoreGone from None
+
+    def pairs(self, packed: bytes) -> tuple[tuple[int, int], ...]:
+        """Grants of an answer. Raises `StoreGone` for what is none."""
+        try:
+            return unpack_pairs(packed)
+        except WireError:
+            self.abort()
+            raise StoreGone from None
+
     def _answer(self, message: Any) -> None:
         future = self._calls.pop(getattr(message, "call", 0), None)
         if future is not None and not future.done():
             future.set_result(message)
             return
         if isinstance(message, Reserved):  # nobody waits for it: give the room back
-            unused = tuple(grant.reservation for grant in message.grants if grant is not None)
+            unused = tuple(number for number, _ in unpack_pairs(message.grants) if number)
             if unused:
                 self._link.post(Abandon(unused))
 

@@ -37,11 +37,24 @@ _SLOT_MAGIC = b"HRSL"
 _SEGMENT = struct.Struct("<4sHBBIIIIQ8s")
 _SEGMENT_MAGIC = b"HRSG"
 _SUM = struct.Struct("<Q")
+# Parts of a header that a reader compares without unpacking it: bytes 16 to 39 (segment, slot,
+# generation, payload bytes, checksum of the payload), and bytes 0 to 11 (all before the block).
+SLOT_PLACE = struct.Struct("<IIIIQ")
+SLOT_STARTS: dict[Kind, bytes] = {
+    kind: struct.pack("<4sHBBI", _SLOT_MAGIC, VERSION, code, 0, HEADER_BYTES)
+    for kind, code in KIND_CODES.items()
+}
 
 
 def checksum(data: Buffer) -> int:
     """xxh3-64 of the bytes: 2 us a block of 114 kB. Detects damage, proves no origin."""
     return int(xxhash.xxh3_64_intdigest(data))
+
+
+def header_is_whole(header: bytes) -> bool:
+    """Whether a slot's 512 header bytes carry the checksum of themselves."""
+    total: int = _SUM.unpack_from(header, HEADER_BYTES - _SUM.size)[0]
+    return total == checksum(header[: -_SUM.size])
 
 
 def slot_bytes(payload_bytes: int) -> int:

@@ -6,18 +6,92 @@
                       Stat
 
 `call` numbers the client's questions; an answer carries the same number. No payload is ever on the
-socket: the arena is shared memory.
+socket: the arena is shared memory. What comes once an object is packed into one bytes field, little
+endian: a batch of 16 blocks is a dozen values for msgpack, not two hundred.
+
+    digests   32 bytes each
+    sizes     u32 each
+    grants    u64 reservation | u64 offset of the payload in the arena; reservation 0: none
+    written   u64 reservation | u64 checksum, xxh3-64 of the writer's own bytes
+    places    u64 offset | u32 payload bytes | u32 generation | u64 checksum; 0 bytes: no place
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from headrace.core.ids import BootId, Digest, JobKey
+from headrace.core.errors import WireError
+from headrace.core.ids import DIGEST_BYTES, BootId, Digest, JobKey
 from headrace.core.messages import Place
 from headrace.core.wire import MessageTable
 from headrace.kvstore.arena import Region
 from headrace.kvstore.settings import Kind, StoreStat
+
+MAX_OBJECTS = 1 << 16  # of one message: 8.4 million tokens
+_PLACE = struct.Struct("<QIIQ")
+_PAIR = struct.Struct("<QQ")
+_NO_PLACE = bytes(_PLACE.size)
+
+
+def pack_places(places: Iterable[Place | None]) -> bytes:
+    return b"".join(
+        [
+            _NO_PLACE
+            if place is None
+            else _PLACE.pack(place.offset, place.payload_bytes, place.generation, place.checksum)
+            for place in places
+        ]
+    )
+
+
+def unpack_places(data: bytes, store: BootId) -> tuple[Place | None, ...]:
+    """Places of that store's life. Raises `WireError` for what is no whole number of them."""
+    _refuse_part(data, _PLACE.size, "places")
+    return tuple(
+        [
+            Place(store, offset, size, generation, checksum) if size else None
+            for offset, size, generation, checksum in _PLACE.iter_unpack(data)
+        ]
+    )
+
+
+def pack_pairs(pairs: Iterable[tuple[int, int]]) -> bytes:
+    """Grants, or written reservations. Raises `struct.error` for numbers over 64 bits."""
+    return b"".join([_PAIR.pack(*pair) for pair in pairs])
+
+
+def unpack_pairs(data: bytes) -> tuple[tuple[int, int], ...]:
+    """Raises `WireError` for what is no whole number of pairs."""
+    _refuse_part(data, _PAIR.size, "pairs")
+    return tuple(_PAIR.iter_unpack(data))
+
+
+def pack_sizes(sizes: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(sizes)}I", *sizes)
+
+
+def unpack_sizes(data: bytes) -> tuple[int, ...]:
+    """Raises `WireError` for what is no whole number of sizes."""
+    _refuse_part(data, 4, "sizes")
+    return struct.unpack(f"<{len(data) // 4}I", data)
+
+
+def cut_digests(data: bytes) -> list[Digest]:
+    """Raises `WireError` for what is no whole number of digests."""
+    _refuse_part(data, DIGEST_BYTES, "digests")
+    return [
+        Digest(data[begin : begin + DIGEST_BYTES]) for begin in range(0, len(data), DIGEST_BYTES)
+    ]
+
+
+def _refuse_part(data: bytes, size: int, what: str) -> None:
+    count, rest = divmod(len(data), size)
+    if rest:
+        raise WireError(f"{what} of {size} bytes each, got {len(data)} bytes")
+    if count > MAX_OBJECTS:
+        raise WireError(f"a message names at most {MAX_OBJECTS} objects, got {count}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +113,14 @@ class Attached:
 @dataclass(frozen=True, slots=True)
 class OpenPrefix:
     call: int
-    digests: tuple[Digest, ...]  # of blocks, from the root on
+    digests: bytes  # of blocks, from the root on
     lease: JobKey | None
 
 
 @dataclass(frozen=True, slots=True)
 class OpenWindow:
     call: int
-    digests: tuple[Digest, ...]  # of window records, best first
+    digests: bytes  # of window records, best first
     lease: JobKey | None
 
 
@@ -57,7 +131,7 @@ class Opened:
 
     call: int
     first: int
-    places: tuple[Place, ...]
+    places: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,70 +140,56 @@ class OpenObjects:
 
     call: int
     kind: Kind
-    digests: tuple[Digest, ...]
+    digests: bytes
     lease: JobKey | None
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One item a digest of OpenObjects: its place, or None."""
+    """One place a digest of OpenObjects, or none."""
 
     call: int
-    places: tuple[Place | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    digest: Digest
-    parent: Digest
-    block: int
-    payload_bytes: int
+    places: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Room for a batch of objects. With a lease the store waits up to `wait_s` for it."""
+    """Room for a batch of objects. With a lease the store waits up to `wait_s` for it.
+
+    Of kind KV they follow each other from block `first_block` on, and `parent` is the digest before
+    the first; of other kinds both describe each."""
 
     call: int
     kind: Kind
-    wishes: tuple[Wish, ...]
+    digests: bytes
+    sizes: bytes  # of the payloads
+    parent: Digest
+    first_block: int
     domain: bytes
     lease: JobKey | None
     wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    reservation: int
-    offset: int  # of the payload, in the arena
-
-
-@dataclass(frozen=True, slots=True)
 class Reserved:
-    """One item a wish in both: a grant to be written and sealed, or the place of an object that is
-    already there, or neither (no room)."""
+    """One item an object in both: a grant to be written and sealed, or the place of an object that
+    is already there, or neither (no room). `places` is empty when none was there."""
 
     call: int
-    grants: tuple[Grant | None, ...]
-    places: tuple[Place | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    reservation: int
-    checksum: int  # xxh3-64 of the payload, taken from the writer's own bytes
+    grants: bytes
+    places: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
     call: int
-    written: tuple[Written, ...]
+    written: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
     call: int
-    places: tuple[Place | None, ...]
+    places: bytes
 
 
 @dataclass(frozen=True, slots=True)

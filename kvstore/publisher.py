@@ -89,6 +89,7 @@ class Publisher:
         self._written: set[bytes] = set()  # what Redis may hold of our live record
         self._wake = asyncio.Event()
         self._sweep_due = False
+        self._under_way = 0  # keys whose records are being written
         state.on_dirty = self._wake.set
 
     @property
@@ -96,6 +97,11 @@ class Publisher:
         if self._link is None:
             return "off"
         return "ok" if self._link.healthy and self._number is not None else "away"
+
+    @property
+    def unlisted(self) -> int:
+        """Objects whose record is still to be written, or being written."""
+        return len(self._state.dirty) + self._under_way
 
     @property
     def errors(self) -> int:
@@ -149,11 +155,14 @@ class Publisher:
         records = [self._records(self._state.objects.get(key), number) for key in keys]
         for key in keys:
             self._state.dirty.pop(key, None)  # changes from here on mark it anew
+        self._under_way += len(keys)
         try:
             await self._link.script(_REPLACE, names, number.to_bytes(2, "little"), *records)
         except RedisAway:
             self._state.dirty.update(dict.fromkeys(keys))
             return False
+        finally:
+            self._under_way -= len(keys)
         for key, record in zip(keys, records, strict=True):
             entry = self._state.objects.get(key)
             if record and entry is not None:

@@ -34,8 +34,12 @@ from headrace.kvstore.messages import (
     Seal,
     Sealed,
     Stat,
+    cut_digests,
+    pack_pairs,
+    pack_places,
+    unpack_pairs,
 )
-from headrace.kvstore.store import Store
+from headrace.kvstore.store import Promises, Store, facts_of
 
 log = logging.getLogger(__name__)
 _ATTACH_S = 5.0
@@ -108,8 +112,14 @@ class Session:
     def _take(self, message: Any) -> None:
         store, state = self._store, self._store.state
         match message:
-            case OpenPrefix() | OpenWindow() | OpenObjects() | Reserve() | Seal():
-                self._start(message.call, self._answer(message))
+            case Reserve():
+                self._reserve(message)
+            case Seal():
+                self._seal(message)
+            case OpenPrefix():
+                self._open_prefix(message)
+            case OpenWindow() | OpenObjects():
+                self._start(message.call, self._open(message))
             case Cancel():
                 task = self._calls.get(message.call)
                 if task is not None:
@@ -148,27 +158,62 @@ class Session:
             log.error("a call failed", exc_info=error)
             self._link.abort()
 
-    async def _answer(
-        self, message: OpenPrefix | OpenWindow | OpenObjects | Reserve | Seal
-    ) -> None:
-        store = self._store
-        match message:
-            case OpenPrefix():
-                places = await store.open_prefix(self._namespace, message.digests, message.lease)
-                self._link.post(Opened(message.call, 0, places))
-            case OpenWindow():
-                first, found = await store.open_window(
-                    self._namespace, message.digests, message.lease
-                )
-                self._link.post(Opened(message.call, first, found))
-            case OpenObjects():
-                each = await store.open_objects(
-                    message.kind, self._namespace, message.digests, message.lease
-                )
-                self._link.post(Found(message.call, each))
-            case Reserve():
-                grants, known = await store.reserve(self._number, self._namespace, message)
-                self._link.post(Reserved(message.call, grants, known))
-            case Seal():
-                sealed = await store.seal(self._number, self._namespace, message.written)
-                self._link.post(Sealed(message.call, sealed))
+    # What needs no wait is answered at once, in the order of asking; a task costs more than the
+    # work of a small batch.
+
+    def _reserve(self, message: Reserve) -> None:
+        facts = facts_of(self._namespace, message)
+        promises = self._store.reserve_now(self._number, message, facts)
+        if promises is not None:
+            self._promise(message.call, promises)
+            return
+
+        async def wait() -> None:
+            self._promise(message.call, await self._store.reserve(self._number, message, facts))
+
+        self._start(message.call, wait())
+
+    def _promise(self, call: int, promises: Promises) -> None:
+        offset = self._store.state.offset
+        grants = pack_pairs(
+            [(0, 0) if made is None else (made.number, offset(made)) for made, _ in promises]
+        )
+        known = any(place is not None for _, place in promises)
+        places = pack_places([place for _, place in promises]) if known else b""
+        self._link.post(Reserved(call, grants, places))
+
+    def _seal(self, message: Seal) -> None:
+        places, gone = self._store.seal_all(self._number, unpack_pairs(message.written))
+        if not gone:
+            self._link.post(Sealed(message.call, pack_places(places)))
+            return
+
+        async def wait() -> None:
+            brought = await self._store.bring_sealed(places, gone)
+            self._link.post(Sealed(message.call, pack_places(brought)))
+
+        self._start(message.call, wait())
+
+    def _open_prefix(self, message: OpenPrefix) -> None:
+        digests = cut_digests(message.digests)
+        places = self._store.prefix_now(self._namespace, digests, message.lease)
+        if places is not None:
+            self._link.post(Opened(message.call, 0, pack_places(places)))
+            return
+
+        async def wait() -> None:
+            brought = await self._store.open_prefix(self._namespace, digests, message.lease)
+            self._link.post(Opened(message.call, 0, pack_places(brought)))
+
+        self._start(message.call, wait())
+
+    async def _open(self, message: OpenWindow | OpenObjects) -> None:
+        digests = cut_digests(message.digests)
+        if isinstance(message, OpenWindow):
+            first, found = await self._store.open_window(self._namespace, digests, message.lease)
+            self._link.post(Opened(message.call, first, pack_places(found)))
+        else:
+            each = await self._store.open_objects(
+                message.kind, self._namespace, digests, message.lease
+            )
+            self._link.post(Found(message.call, pack_places(each)))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 from headrace.core import faults
 from headrace.core.errors import WireError
@@ -13,7 +14,7 @@ from headrace.core.ids import Digest, JobKey
 from headrace.core.messages import Place
 from headrace.kvstore.layout import ObjectFacts
 from headrace.kvstore.loads import Loader
-from headrace.kvstore.messages import Grant, Reserve, Wish, Written
+from headrace.kvstore.messages import Reserve, cut_digests, unpack_sizes
 from headrace.kvstore.objects import Entry, Reservation, Saving
 from headrace.kvstore.publisher import Publisher
 from headrace.kvstore.segments import SegmentFiles
@@ -22,6 +23,8 @@ from headrace.kvstore.state import StoreState
 from headrace.kvstore.writer import Writer
 
 log = logging.getLogger(__name__)
+# What a writer gets of each object: room for it, or where it is already.
+Promises: TypeAlias = list[tuple[Reservation | None, Place | None]]
 MAX_WAIT_S = 60.0  # longest wait for room that a client may ask for
 
 
@@ -48,20 +51,37 @@ class Store:
 
     # reading ---------------------------------------------------------------------------------
 
+    def prefix_now(
+        self, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None
+    ) -> tuple[Place, ...] | None:
+        """As `open_prefix`, if nothing of it has to be read from SSD; else None, and nothing is
+        leased or counted."""
+        entries = self._leading(namespace, digests)
+        places = self._have(entries, lease)
+        if places is not None:
+            self._count_prefix(len(places), len(digests))
+        return places
+
     async def open_prefix(
         self, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None
     ) -> tuple[Place, ...]:
         """Places of the longest stored prefix, leased; those on SSD are brought to the arena."""
+        places = await self._bring(self._leading(namespace, digests), lease)
+        self._count_prefix(len(places), len(digests))
+        return places
+
+    def _leading(self, namespace: bytes, digests: Sequence[Digest]) -> list[Entry]:
         entries: list[Entry] = []
         for digest in digests:
             entry = self.state.find(Kind.KV, namespace, digest)
             if entry is None:
                 break
             entries.append(entry)
-        places = await self._bring(entries, lease)
-        self.state.count.hits += len(places)
-        self.state.count.misses += len(digests) - len(places)
-        return places
+        return entries
+
+    def _count_prefix(self, found: int, asked: int) -> None:
+        self.state.count.hits += found
+        self.state.count.misses += asked - found
 
     async def open_window(
         self, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None
@@ -91,17 +111,32 @@ class Store:
             self.state.count.misses += not brought
         return tuple(places)
 
+    def _have(self, entries: Sequence[Entry], lease: JobKey | None) -> tuple[Place, ...] | None:
+        """Places of `entries`, leased, if all of them are in the arena; else None."""
+        if any(entry.slot is None or entry.dropped for entry in entries):
+            return None
+        return self._lease_places(entries, len(entries), lease)
+
     async def _bring(self, entries: Sequence[Entry], lease: JobKey | None) -> tuple[Place, ...]:
         """Places of the longest prefix of `entries` that can be had in the arena, leased."""
+        places = self._have(entries, lease)
+        if places is None:
+            async with self._loader.held(entries) as count:
+                places = self._lease_places(entries, count, lease)
+        return places
+
+    def _lease_places(
+        self, entries: Sequence[Entry], count: int, lease: JobKey | None
+    ) -> tuple[Place, ...]:
+        """The first `count` of `entries` are in the arena now, the rest could not be had."""
         places: list[Place] = []
-        async with self._loader.held(entries) as count:
-            again = [lease is None or lease not in entry.leases for entry in entries]
-            for entry in entries[:count]:
-                if lease is not None:
-                    self.state.hold(lease, entry)
-                place = self.state.place(entry)
-                assert place is not None  # held
-                places.append(place)
+        again = [lease is None or lease not in entry.leases for entry in entries]
+        for entry in entries[:count]:
+            if lease is not None:
+                self.state.hold(lease, entry)
+            place = self.state.place(entry)
+            assert place is not None  # held, or in the arena at this moment
+            places.append(place)
         # Head last: it leaves the arena after its tail. What could not be had is used all the same.
         for entry, again_ in reversed(tuple(zip(entries, again, strict=True))):
             self.state.use(entry, again=again_)
@@ -109,33 +144,58 @@ class Store:
 
     # writing ---------------------------------------------------------------------------------
 
+    def reserve_now(
+        self, connection: int, asked: Reserve, facts: Sequence[ObjectFacts]
+    ) -> Promises | None:
+        """As `reserve`, if that has to wait for nothing; else None, and nothing is reserved."""
+        queue = self._queues.get(asked.kind)
+        entries = [self.state.find(f.kind, f.namespace, f.digest) for f in facts]
+        if (
+            queue is None
+            or queue.locked()  # somebody who waits goes first
+            or any(entry is not None and entry.slot is None for entry in entries)
+        ):
+            return None
+        fits = self.state.residents.fits
+        out: Promises = []
+        for fact, entry in zip(facts, entries, strict=True):
+            made = None
+            known = None if entry is None else self._have([entry], asked.lease)
+            if known is None:
+                if fits(fact.kind, fact.payload_bytes):
+                    made = self.state.reserve(connection, fact, asked.lease)
+                    if made is None and asked.lease is not None:  # it waits for room
+                        self.state.reserving.abandon(
+                            connection, [m.number for m, _ in out if m is not None]
+                        )
+                        return None
+                    self.state.count.dropped += made is None
+                else:
+                    self.state.count.refused += 1
+            out.append((made, known[0] if known else None))
+        return out
+
     async def reserve(
-        self, connection: int, namespace: bytes, asked: Reserve
-    ) -> tuple[tuple[Grant | None, ...], tuple[Place | None, ...]]:
-        """A grant or the place of what is already there for every wish; neither for want of room.
+        self, connection: int, asked: Reserve, facts: Sequence[ObjectFacts]
+    ) -> Promises:
+        """A reservation or the place of what is already there for every object of `asked`, which
+        `facts` describes; neither for want of room.
 
         With a lease this waits for room in the order of asking; without, it drops."""
         deadline_s = asyncio.get_running_loop().time() + min(max(asked.wait_s, 0.0), MAX_WAIT_S)
-        grants: list[Grant | None] = []
-        places: list[Place | None] = []
-        made: list[int] = []
+        out: Promises = []
         try:
-            for wish in asked.wishes:
-                facts = _facts(namespace, asked, wish)
-                entry = self.state.find(asked.kind, namespace, wish.digest)
+            for fact in facts:
+                entry = self.state.find(fact.kind, fact.namespace, fact.digest)
                 known = await self._bring([entry], asked.lease) if entry is not None else ()
-                grant: Grant | None = None
+                made = None
                 if not known:
-                    reservation = await self._room_for(connection, facts, asked.lease, deadline_s)
-                    if reservation is not None:
-                        made.append(reservation.number)
-                        grant = Grant(reservation.number, self.state.offset(reservation))
-                grants.append(grant)
-                places.append(known[0] if known else None)
+                    made = await self._room_for(connection, fact, asked.lease, deadline_s)
+                out.append((made, known[0] if known else None))
         except BaseException:
-            self.state.reserving.abandon(connection, made)
+            self.state.reserving.abandon(connection, [m.number for m, _ in out if m is not None])
             raise
-        return tuple(grants), tuple(places)
+        return out
 
     async def _room_for(
         self, connection: int, facts: ObjectFacts, lease: JobKey | None, deadline_s: float
@@ -160,29 +220,38 @@ class Store:
             self.state.count.dropped += 1
         return reservation
 
-    async def seal(
-        self, connection: int, namespace: bytes, written: Sequence[Written]
-    ) -> tuple[Place | None, ...]:
-        """Make written reservations readable; places in their order, None where it failed."""
-        entries = [self._seal_one(connection, item) for item in written]
+    def seal_all(
+        self, connection: int, written: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[Place | None, ...], dict[int, Entry]]:
+        """Make written reservations readable: places in their order, None where it failed, and
+        those by number whose bytes `bring_sealed` has to fetch first."""
         places: list[Place | None] = []
-        for entry in entries:
+        gone: dict[int, Entry] = {}
+        for number, checksum in written:
+            entry = self._seal_one(connection, number, checksum)
             place = None if entry is None else self.state.place(entry)
             if entry is not None and place is None and not entry.dropped:
                 # Another writer was first and its copy has left the arena meanwhile.
-                place = next(iter(await self._bring([entry], None)), None)
+                gone[len(places)] = entry
             places.append(place)
-        return tuple(places)
+        return tuple(places), gone
 
-    def _seal_one(self, connection: int, item: Written) -> Entry | None:
-        if not 0 <= item.checksum < 1 << 64:
-            raise WireError("a checksum has 64 bits")
+    async def bring_sealed(
+        self, places: Sequence[Place | None], gone: dict[int, Entry]
+    ) -> tuple[Place | None, ...]:
+        """`places` with those of `gone` brought back from SSD."""
+        out = list(places)
+        for index, entry in gone.items():
+            out[index] = next(iter(await self._bring([entry], None)), None)
+        return tuple(out)
+
+    def _seal_one(self, connection: int, number: int, checksum: int) -> Entry | None:
         try:
             action = faults.hit("store.seal")
         except faults.InjectedFault:
-            self.state.reserving.abandon(connection, (item.reservation,))
+            self.state.reserving.abandon(connection, (number,))
             return None
-        entry = self.state.seal(connection, item.reservation, item.checksum)
+        entry = self.state.seal(connection, number, checksum)
         if action == "flip" and entry is not None and entry.slot is not None:
             region = self.state.residents.regions[entry.kind]
             self.state.residents.arena.payload(region, entry.slot, 1)[0] ^= 1
@@ -226,23 +295,23 @@ class Store:
             recycled=self._writer.recycled,
             write_errors=self._writer.errors,
             index=self._publisher.condition,
-            index_unlisted=len(state.dirty),
+            index_unlisted=self._publisher.unlisted,
             index_errors=self._publisher.errors,
         )
 
 
-def _facts(namespace: bytes, asked: Reserve, wish: Wish) -> ObjectFacts:
-    """What goes into the header. Raises `WireError` for lengths that are none."""
-    if len(wish.digest) != 32 or len(wish.parent) != 32 or len(asked.domain) != 16:
-        raise WireError("a digest has 32 bytes, a domain tag 16")
-    if not 0 <= wish.block < 1 << 32:
-        raise WireError(f"a block number has 32 bits, got {wish.block}")
-    return ObjectFacts(
-        kind=asked.kind,
-        namespace=namespace,
-        digest=wish.digest,
-        parent=wish.parent,
-        block=wish.block,
-        domain=asked.domain,
-        payload_bytes=wish.payload_bytes,
-    )
+def facts_of(namespace: bytes, asked: Reserve) -> list[ObjectFacts]:
+    """What goes into the headers. Raises `WireError` for lengths and numbers that are none."""
+    digests, sizes = cut_digests(asked.digests), unpack_sizes(asked.sizes)
+    if len(asked.parent) != 32 or len(asked.domain) != 16 or len(digests) != len(sizes):
+        raise WireError("a digest has 32 bytes, a domain tag 16, and each object a size")
+    last = asked.first_block + len(digests)
+    if not 0 <= asked.first_block <= last < 1 << 32:
+        raise WireError(f"a block number has 32 bits, got {asked.first_block}")
+    kind, domain, parent, block = asked.kind, asked.domain, asked.parent, asked.first_block
+    out = []
+    for digest, size in zip(digests, sizes, strict=True):
+        out.append(ObjectFacts(kind, namespace, digest, parent, block, domain, size))
+        if kind is Kind.KV:
+            parent, block = digest, block + 1
+    return out

@@ -1,10 +1,17 @@
-"""Put, get and look-up of the store against memcpy, a bare file and a bare MGET of the same run.
+"""Put, get and look-up of the store against memory, a bare disk file and loopback, in one run.
 
-    .venv/bin/python bench/kvstore/bench_store.py [--json] [--blocks 1024] [--block-bytes 113920]
+    .venv/bin/python bench/kvstore/bench_store.py [--json] [--size demo|flash|large] [--rounds 3]
 
-A store in a process of its own, one client, batches of 16; best of `--rounds`, ratios store :
-baseline. The bare file is preallocated, has the same slots, is written with one `pwrite` a block
-and synced once, and read with its part of the system's cache dropped, as are the store's segments.
+A store and its clients as processes of their own; batches of 16 blocks; best of `--rounds`, except
+the CPU a block, which is of the same round. A get is verified (header before and after, length,
+digest, generation, checksum) and copied out unless it says `in place`. Baselines:
+
+  memcpy     the same payloads copied into, and out of, private memory as large as the run
+  bare file  preallocated, O_DIRECT, the same slots, one call a slot, one sync at the end; one
+             file and one process a client
+  TCP        one stream on loopback, 1 MiB at a time
+  MGET       redis-py's, of the same keys; sha256: hashlib's, of 512 bytes
+
 Nothing here is a test: what a machine's disk does varies more than what we do.
 """
 
@@ -12,60 +19,64 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import json
-import os
-import random
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import redis
-
 from headrace.core.deployment import Deployment
-from headrace.core.ids import Digest, JobKey, RequestId
 from headrace.core.role import RoleSettings
-from headrace.kvstore import (
-    IndexReader,
-    Kind,
-    StoreClient,
-    StoreSettings,
-    embedded_valkey,
-    run_store,
-)
-from headrace.kvstore.layout import slot_bytes
-from headrace.kvstore.records import record_key
+from headrace.kvstore import StoreSettings, embedded_valkey, run_store
+from headrace.kvstore.layout import SEGMENT_HEADER_BYTES, slot_bytes
 
+HERE = Path(__file__).parent
 TOKEN = "bench"
-BATCH = 16
-NAMESPACE = hashlib.sha256(b"bench").digest()
-WINDOW_BYTES = 4096
 CHAIN = 1000
+WINDOW_BYTES = 4096
+# Block bytes, and blocks a phase and round over all clients; as `headrace layout` prints them.
+SIZES = {"demo": (13_440, 4096), "flash": (113_920, 1024), "large": (1 << 20, 192)}
+BARS = {
+    "host put : memcpy": 0.8,
+    "host get : memcpy": 0.8,
+    "host get in place : memcpy": 0.8,
+    "ssd put : bare file": 0.9,
+    "ssd cold get : bare file": 0.9,
+    "hash chain : sha256": 0.8,
+}
 
 
-def digest(number: int, round_: int) -> Digest:
-    return Digest(hashlib.sha256(b"%d/%d" % (round_, number)).digest())
+@dataclass(frozen=True)
+class Case:
+    size: str
+    block_bytes: int
+    count: int  # blocks of one phase
+    clients: int
+
+    @property
+    def phase_bytes(self) -> int:
+        return self.block_bytes * self.count
 
 
-def role(home: str, redis_url: str) -> RoleSettings:
-    address = f"unix://{home}/store.sock"
-    return RoleSettings("store-0", address, TOKEN, redis_url, address, home, "bench", Deployment())
-
-
-def settings(home: str, block_bytes: int, blocks: int) -> StoreSettings:
-    """Room for all blocks of one round in the arena, and for two rounds on disk."""
-    whole = slot_bytes(block_bytes) * (blocks + 64)
+def settings(home: str, case: Case) -> StoreSettings:
+    """Room for the two phases of one round in the arena and on disk."""
+    slots = 2 * case.count + 256
+    whole = slot_bytes(case.block_bytes) * slots
+    segment = SEGMENT_HEADER_BYTES + slot_bytes(case.block_bytes) * max(8, slots // 12)
     return StoreSettings(
         directory=f"{home}/store",
-        arena_bytes=int(whole * 1.1),
-        ssd_bytes=whole * 3,
-        segment_bytes=max(whole // 8, 2 * slot_bytes(block_bytes)),
-        block_bytes=block_bytes,
+        arena_bytes=int(whole / 0.95) + (1 << 20),
+        ssd_bytes=segment * 16,
+        segment_bytes=segment,
+        block_bytes=case.block_bytes,
         window_bytes=WINDOW_BYTES,
         window_share=0.05,
     )
@@ -75,224 +86,225 @@ def serve(told: dict[str, Any]) -> None:
     def ready(_: object) -> None:
         print("ready", flush=True)
 
-    asyncio.run(
-        run_store(role(told["home"], told["redis"]), StoreSettings(**told["settings"]), ready=ready)
+    home = told["home"]
+    address = f"unix://{home}/store.sock"
+    role = RoleSettings(
+        "store-0", address, TOKEN, told["redis"], address, home, "bench", Deployment()
     )
+    asyncio.run(run_store(role, StoreSettings(**told["settings"]), ready=ready))
 
 
-class StoreProcess:
-    def __init__(self, home: str, redis_url: str, store: StoreSettings) -> None:
-        told = {"home": home, "redis": redis_url, "settings": asdict(store)}
+class Process:
+    """A child that answers each line with a line."""
+
+    def __init__(self, *command: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-P", __file__, "--serve", json.dumps(told)], stdout=subprocess.PIPE
+            [sys.executable, "-P", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
+
+    def tell(self, **order: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
         assert self.process.stdout is not None
-        if not self.process.stdout.readline():
-            raise SystemExit("the store did not start")
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("a process of the bench ended")
+        return line
 
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
-class Timer:
-    """Wall and own CPU seconds of a block of code."""
-
-    def __enter__(self) -> Timer:
-        self.wall_s, self.cpu_s = -time.perf_counter(), -time.process_time()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.wall_s += time.perf_counter()
-        self.cpu_s += time.process_time()
-
-
-def memcpy(payloads: list[bytes], count: int) -> float:
-    """Bytes a second of copies into memory that was touched before."""
-    size = len(payloads[0])
-    target = bytearray(size * 64)
-    target[:] = bytes(len(target))
-    view = memoryview(target)
-    with Timer() as timer:
-        for number in range(count):
-            begin = number % 64 * size
-            view[begin : begin + size] = payloads[number % len(payloads)]
-    return count * size / timer.wall_s
-
-
-def bare_file(home: str, payloads: list[bytes], count: int) -> tuple[float, float]:
-    """(put, cold get) bytes a second of a preallocated file with the store's slots."""
-    size, slot = len(payloads[0]), slot_bytes(len(payloads[0]))
-    path = Path(home, "bare")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+@contextmanager
+def started_store(home: str, redis_url: str, store: StoreSettings) -> Iterator[None]:
+    told = {"home": home, "redis": redis_url, "settings": asdict(store)}
+    process = Process(str(HERE / "bench_store.py"), "--serve", json.dumps(told))
     try:
-        os.posix_fallocate(descriptor, 0, slot * count)
-        with Timer() as put:
-            for number in range(count):
-                os.pwrite(descriptor, payloads[number % len(payloads)], number * slot)
-            os.fdatasync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        target = memoryview(bytearray(size))
-        with Timer() as get:
-            for number in range(count):
-                os.preadv(descriptor, [target], number * slot)
-        return count * size / put.wall_s, count * size / get.wall_s
+        process.answer()
+        yield
     finally:
-        os.close(descriptor)
-        path.unlink()
+        process.stop()
 
 
-def drop_cache(directory: str) -> None:
-    for path in Path(directory).glob("segment-*"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+class Clients:
+    """All client processes of one case; an order goes to each, to be begun at one moment."""
 
-
-async def attach(home: str) -> StoreClient:
-    client = StoreClient(f"unix://{home}/store.sock", TOKEN, NAMESPACE)
-    if not await client.connect(30.0):
-        raise SystemExit("no store answered")
-    return client
-
-
-async def host_tier(
-    client: StoreClient, payloads: list[bytes], count: int, round_: int
-) -> dict[str, float]:
-    size = len(payloads[0])
-    lease = JobKey(RequestId(f"r{round_}"), 0)
-    items = [(digest(n, round_), payloads[n % len(payloads)]) for n in range(count)]
-    places = []
-    with Timer() as put:
-        for begin in range(0, count, BATCH):
-            places += await client.put(
-                Kind.KV, items[begin : begin + BATCH], lease=lease, wait_s=30.0
+    def __init__(self, home: str, redis_url: str, case: Case) -> None:
+        self._case = case
+        self._all = [
+            Process(
+                str(HERE / "client_process.py"),
+                json.dumps(
+                    {
+                        "number": number,
+                        "home": home,
+                        "redis_url": redis_url,
+                        "block_bytes": case.block_bytes,
+                        "count": case.count // case.clients,
+                    }
+                ),
             )
-    if None in places:
-        raise SystemExit("a put was dropped: the arena is too small for this run")
-    target = bytearray(size)
-    with Timer() as get:
-        good = [
-            client.read_into(place, key, target)
-            for place, (key, _) in zip(places, items, strict=True)
-            if place is not None
+            for number in range(case.clients)
         ]
-    if not all(good):
-        raise SystemExit("a read missed")
-    with Timer() as durable:
-        while (stat := await client.stat()) is None or stat.pending:
-            await asyncio.sleep(0.002)
-    await client.release(lease)
-    return {
-        "host_put": count * size / put.wall_s,
-        "host_get": count * size / get.wall_s,
-        "put_cpu_us": put.cpu_s / count * 1e6,
-        "get_cpu_us": get.cpu_s / count * 1e6,
-        "ssd_put": count * size / (put.wall_s + get.wall_s + durable.wall_s),
-    }
+        for process in self._all:
+            process.answer()
+
+    def each(self, do: str, **order: Any) -> list[dict[str, float]]:
+        for process in self._all:
+            process.tell(do=do, **order)
+        return [json.loads(process.answer()) for process in self._all]
+
+    def first(self, do: str, **order: Any) -> dict[str, float]:
+        self._all[0].tell(do=do, **order)
+        return dict(json.loads(self._all[0].answer()))
+
+    def timed(self, do: str, **order: Any) -> tuple[float, float, float]:
+        """(bytes a second of all together, CPU us a block, when the first began)."""
+        told = self.each(do, at_s=time.monotonic() + 0.02, **order)
+        begin_s = min(each["begin_s"] for each in told)
+        wall_s = max(each["end_s"] for each in told) - begin_s
+        cpu_us = sum(each["cpu_s"] for each in told) / self._case.count * 1e6
+        return self._case.phase_bytes / wall_s, cpu_us, begin_s
+
+    def stop(self) -> None:
+        for process in self._all:
+            process.stop()
 
 
-async def cold_get(home: str, payloads: list[bytes], count: int, round_: int) -> dict[str, float]:
-    """Everything from SSD into the arena and out of it, verified twice on the way."""
-    client = await attach(home)
-    size = len(payloads[0])
-    target = bytearray(size)
-    lease = JobKey(RequestId("cold"), 0)
-    with Timer() as get:
-        for begin in range(0, count, BATCH):
-            digests = [digest(n, round_) for n in range(begin, min(begin + BATCH, count))]
-            places = await client.open_prefix(digests, lease)
-            if len(places) != len(digests):
-                raise SystemExit(f"{len(digests) - len(places)} blocks were not found on disk")
-            for place, key in zip(places, digests, strict=True):
-                if not client.read_into(place, key, target):
-                    raise SystemExit("a read missed")
-    await client.close()
-    return {"ssd_get": count * size / get.wall_s}
+def one_round(home: str, redis_url: str, case: Case, clients: Clients, round_: int, tries: int):
+    """Everything once: baselines between the store's own phases, so that they share the weather."""
+    out: dict[str, float] = {}
+    shutil.rmtree(f"{home}/store", ignore_errors=True)
+    store = settings(home, case)
+    clients.each("bare_make")
+    out["memcpy_in"], _, _ = clients.timed("memcpy_in")
+    out["memcpy_out"], _, _ = clients.timed("memcpy_out")
+    out["bare_put"], _, _ = clients.timed("bare_put")
+    out["bare_get"], _, _ = clients.timed("bare_get")
+    plain, piped = 2 * round_, 2 * round_ + 1
+    with started_store(home, redis_url, store):
+        clients.each("connect")
+        out["host_put"], out["put_cpu_us"], _ = clients.timed("put", round_=plain, in_flight=1)
+        clients.first("durable")
+        out["host_put_piped"], out["put_piped_cpu_us"], begin_s = clients.timed(
+            "put", round_=piped, in_flight=4
+        )
+        end_s = clients.first("durable")["end_s"]
+        out["ssd_put"] = case.phase_bytes / (end_s - begin_s)
+        clients.first("listed")
+        out["host_get"], out["get_cpu_us"], _ = clients.timed("get", round_=plain, copy=True)
+        out["host_get_in_place"], _, _ = clients.timed("get", round_=piped, copy=False)
+        if tries and case.count // case.clients >= CHAIN:
+            out |= clients.first("look_up", round_=plain, tries=tries)
+        clients.each("release")
+        clients.each("disconnect")
+    with started_store(home, redis_url, store):
+        clients.each("connect")
+        out["ssd_get"], out["cold_cpu_us"], _ = clients.timed("cold", round_=plain, in_flight=1)
+        out["ssd_get_piped"], _, _ = clients.timed("cold", round_=piped, in_flight=2)
+        wrong = sum(each["wrong"] for each in clients.each("wrong", round_=piped))
+        if wrong:
+            raise SystemExit(f"{wrong:.0f} blocks are not the bytes that were put")
+        clients.each("disconnect")
+    return out
 
 
-async def look_up(url: str, rounds: int) -> dict[str, float]:
-    """A chain of 1,000 blocks that are all stored: ours, and the bare MGET of its keys."""
-    reader, plain = IndexReader(url), redis.Redis.from_url(url)
-    digests = [digest(number, 0) for number in range(CHAIN)]
-    keys = [record_key(Kind.KV, NAMESPACE, key) for key in digests]
-    ours, bare = [], []
-    for _ in range(10 * rounds):
-        with Timer() as timer:
-            hits = await reader.hit_blocks(NAMESPACE, digests)
-        if hits.blocks == CHAIN:
-            ours.append(timer.wall_s)
-        with Timer() as timer:
-            plain.mget(keys)
-        bare.append(timer.wall_s)
-    await reader.close()
-    plain.close()
-    return {"look_up_ms": min(ours, default=float("nan")) * 1e3, "mget_ms": min(bare) * 1e3}
+def measure(home: str, redis_url: str, case: Case, rounds: int, say: Any) -> dict[str, Any]:
+    best: dict[str, float] = {}
+    clients = Clients(home, redis_url, case)
+    try:
+        if case.clients == 1 and case.size == "flash":
+            best |= clients.first("hash_chain")
+        for round_ in range(rounds):
+            say(f"{case.size}, {case.clients} client(s), round {round_ + 1} of {rounds}")
+            for name, value in one_round(
+                home, redis_url, case, clients, round_, 30 if case.clients == 1 else 0
+            ).items():
+                better = min if name.endswith(("_us", "_ms")) else max
+                best[name] = better(best.get(name, value), value)
+    finally:
+        clients.stop()
+    return {**asdict(case), "best": best, "ratios": ratios(best)}
 
 
-async def measure(home: str, url: str, arguments: argparse.Namespace) -> dict[str, float]:
-    source = random.Random(0)
-    payloads = [source.randbytes(arguments.block_bytes) for _ in range(64)]
-    count, best = arguments.blocks, dict[str, float]()
-
-    def keep(values: dict[str, float]) -> None:
-        for name, value in values.items():
-            better = min if name.endswith(("_us", "_ms")) else max
-            best[name] = better(best.get(name, value), value)
-
-    for round_ in range(arguments.rounds):
-        shutil.rmtree(f"{home}/store", ignore_errors=True)
-        store = settings(home, arguments.block_bytes, count)
-        keep({"memcpy": memcpy(payloads, count)})
-        put, get = bare_file(home, payloads, count)
-        keep({"bare_put": put, "bare_get": get})
-        process = StoreProcess(home, url, store)
-        client = await attach(home)
-        keep(await host_tier(client, payloads, count, round_))
-        if round_ == 0 and count >= CHAIN:
-            while (stat := await client.stat()) is None or stat.index_unlisted:
-                await asyncio.sleep(0.05)
-            keep(await look_up(url, arguments.rounds))
-        await client.close()
-        process.stop()
-        drop_cache(store.directory)
-        process = StoreProcess(home, url, store)
-        keep(await cold_get(home, payloads, count, round_))
-        process.stop()
-    return best
-
-
-def report(best: dict[str, float], arguments: argparse.Namespace) -> None:
-    ratios = {
-        "host put : memcpy": best["host_put"] / best["memcpy"],
-        "host get : memcpy": best["host_get"] / best["memcpy"],
+def ratios(best: dict[str, float]) -> dict[str, float]:
+    out = {
+        "host put : memcpy": best["host_put"] / best["memcpy_in"],
+        "host put, 4 batches in flight : memcpy": best["host_put_piped"] / best["memcpy_in"],
+        "host get : memcpy": best["host_get"] / best["memcpy_out"],
+        "host get in place : memcpy": best["host_get_in_place"] / best["memcpy_out"],
         "ssd put : bare file": best["ssd_put"] / best["bare_put"],
         "ssd cold get : bare file": best["ssd_get"] / best["bare_get"],
+        "ssd cold get, 2 in flight : bare file": best["ssd_get_piped"] / best["bare_get"],
     }
+    if "chain" in best:
+        out["hash chain : sha256"] = best["chain"] / best["sha256"]
     if "mget_ms" in best:
-        ratios["bare MGET : look-up"] = best["mget_ms"] / best["look_up_ms"]
+        out["bare MGET : look-up"] = best["mget_ms"] / best["look_up_ms"]
+    return out
+
+
+def tcp_bytes_a_second(total: int = 2 << 30) -> float:
+    """One stream on loopback: what a store on another node could send at best."""
+    server = socket.create_server(("127.0.0.1", 0))
+    block = bytes(1 << 20)
+
+    def send() -> None:
+        with socket.create_connection(server.getsockname()) as sock:
+            for _ in range(total >> 20):
+                sock.sendall(block)
+
+    sender = threading.Thread(target=send)
+    began_s = time.monotonic()
+    sender.start()
+    peer, _ = server.accept()
+    target, got = memoryview(bytearray(1 << 20)), 0
+    while count := peer.recv_into(target):
+        got += count
+    wall_s = time.monotonic() - began_s
+    sender.join()
+    peer.close()
+    server.close()
+    return got / wall_s
+
+
+def report(results: list[dict[str, Any]], tcp: float, arguments: argparse.Namespace) -> None:
     if arguments.json:
-        shown = {"block_bytes": arguments.block_bytes, "blocks": arguments.blocks}
-        print(json.dumps({**shown, "best": best, "ratios": ratios}, indent=1))
+        print(json.dumps({"tcp": tcp, "results": results}, indent=1))
         return
-    print(f"{arguments.blocks} blocks of {arguments.block_bytes} bytes, best of {arguments.rounds}")
-    for name in ("memcpy", "host_put", "host_get", "bare_put", "ssd_put", "bare_get", "ssd_get"):
-        print(f"  {name:10} {best[name] / 1e9:7.2f} GB/s")
-    for name in ("put_cpu_us", "get_cpu_us", "look_up_ms", "mget_ms"):
-        if name in best:
-            print(f"  {name:10} {best[name]:7.2f}")
-    for name, ratio in ratios.items():
-        print(f"  {name:26} {ratio:5.2f}")
+    print(f"loopback TCP {tcp / 1e9:.2f} GB/s; best of {arguments.rounds}; a miss of a bar: *")
+    for result in results:
+        best = result["best"]
+        print(
+            f"\n{result['size']}: {result['count']} blocks of {result['block_bytes']} bytes,"
+            f" {result['clients']} client(s)"
+        )
+        for name, value in best.items():
+            if name.endswith(("_us", "_ms")):
+                print(f"  {name:18} {value:9.2f}")
+            else:
+                unit = "M/s" if name in ("chain", "sha256") else "GB/s"
+                print(f"  {name:18} {value / (1e6 if unit == 'M/s' else 1e9):9.2f} {unit}")
+        for name, ratio in result["ratios"].items():
+            missed = "*" if ratio < BARS.get(name, 0.0) else ""
+            print(f"  {name:40} {ratio:6.2f} {missed}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--blocks", type=int, default=1024)
-    parser.add_argument("--block-bytes", type=int, default=113_920)
+    parser.add_argument("--size", choices=SIZES, action="append", help="default: all three")
+    parser.add_argument("--clients", type=int, choices=(1, 4), action="append")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", default=None, help="where the files go (default: temporary)")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -300,10 +312,19 @@ def main() -> None:
     if arguments.serve:
         serve(json.loads(arguments.serve))
         return
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
     home = tempfile.mkdtemp(prefix="hb-", dir=arguments.directory)
     server = embedded_valkey(home)
     try:
-        report(asyncio.run(measure(home, server.url, arguments)), arguments)
+        results = [
+            measure(home, server.url, Case(size, *SIZES[size], clients), arguments.rounds, say)
+            for size in arguments.size or SIZES
+            for clients in arguments.clients or (1, 4)
+        ]
+        report(results, tcp_bytes_a_second(), arguments)
     finally:
         server.stop()
         shutil.rmtree(home, ignore_errors=True)

@@ -13,7 +13,7 @@ from headrace.core.limits import LeaseTimes, WireLimits
 from headrace.kvstore import Kind, StoreClient
 from headrace.kvstore.connection import attach
 from headrace.kvstore.layout import NO_DIGEST
-from headrace.kvstore.messages import Reserve, Reserved, Seal, Sealed, Wish, Written
+from headrace.kvstore.messages import Reserve, Reserved, Seal, Sealed, pack_pairs, pack_sizes
 
 TOKEN = "a cluster token of tests"
 
@@ -198,14 +198,27 @@ async def test_a_closed_connection_frees_its_reservations_and_keeps_its_leases(
     other = await rig.client()
     leaving = await attach(rig.role.listen, TOKEN, "leaving", things.namespace, WireLimits())
     serving = asyncio.create_task(leaving.serve())
-    wishes = tuple(Wish(things.digest(n), NO_DIGEST, n, 3000) for n in range(7))
+    digests = b"".join(things.digest(n) for n in range(7))
     asked = await leaving.ask(
-        lambda call: Reserve(call, Kind.KV, wishes, bytes(16), things.lease(), 0.0), Reserved, 5.0
+        lambda call: Reserve(
+            call,
+            Kind.KV,
+            digests,
+            pack_sizes([3000] * 7),
+            NO_DIGEST,
+            0,
+            bytes(16),
+            things.lease(),
+            0.0,
+        ),
+        Reserved,
+        5.0,
     )
-    assert None not in asked.grants and set(asked.places) == {None}
-    written = tuple(
-        Written(grant.reservation, leaving.fill(grant.offset, things.payload(n)))
-        for n, grant in enumerate(asked.grants[:3])
+    grants = leaving.pairs(asked.grants)
+    assert len(grants) == 7 and all(number for number, _ in grants) and not asked.places
+    written = pack_pairs(
+        (number, leaving.fill(offset, memoryview(things.payload(n))))
+        for n, (number, offset) in enumerate(grants[:3])
     )
     sealed = await leaving.ask(lambda call: Seal(call, written), Sealed, 5.0)
     stat = await other.stat()
@@ -215,7 +228,7 @@ async def test_a_closed_connection_frees_its_reservations_and_keeps_its_leases(
     stat = await when_idle(other)
     assert (stat.reservations, stat.leases, stat.leased_objects, stat.blocks) == (0, 1, 3, 3)
     assert stat.connections == 1
-    for number, place in enumerate(sealed.places):
+    for number, place in enumerate(leaving.places(sealed.places)):
         assert read(other, place, things.digest(number), 3000) == things.payload(number)
 
 

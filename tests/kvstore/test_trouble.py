@@ -29,8 +29,8 @@ from headrace.kvstore.messages import (
     Ping,
     Reserve,
     Seal,
-    Wish,
-    Written,
+    pack_pairs,
+    pack_sizes,
 )
 
 TOKEN = "a cluster token of tests"
@@ -186,14 +186,33 @@ async def test_made_up_places_are_misses(rig, things):
     assert (await client.stat()).damaged == 0
 
 
+def reserve(
+    call: int = 1,
+    kind: Kind = Kind.KV,
+    digests: bytes = NO_DIGEST,
+    sizes: bytes = pack_sizes([10]),
+    parent: bytes = NO_DIGEST,
+    first_block: int = 0,
+    domain: bytes = bytes(16),
+    wait_s: float = 0.0,
+) -> Reserve:
+    return Reserve(call, kind, digests, sizes, parent, first_block, domain, None, wait_s)
+
+
 BAD = [
     Attach("twice", bytes(32)),
     Done(1, True),  # what only a store says
-    Reserve(1, Kind.KV, (Wish(NO_DIGEST, NO_DIGEST, -1, 10),), bytes(16), None, 0.0),
-    Reserve(1, Kind.KV, (Wish(NO_DIGEST, NO_DIGEST, 1 << 32, 10),), bytes(16), None, 0.0),
-    Reserve(1, Kind.KV, (Wish(b"short", NO_DIGEST, 0, 10),), bytes(16), None, 0.0),
-    Reserve(1, Kind.KV, (Wish(NO_DIGEST, NO_DIGEST, 0, 10),), bytes(3), None, 0.0),
-    Seal(1, (Written(1, -1),)),
+    reserve(first_block=-1),
+    reserve(first_block=1 << 32),
+    reserve(first_block=(1 << 32) - 1),  # its last block has number 2 ** 32
+    reserve(digests=b"short"),
+    reserve(parent=b"short"),
+    reserve(sizes=b""),
+    reserve(sizes=bytes(7)),
+    reserve(domain=bytes(3)),
+    reserve(digests=bytes(32 * 65_537), sizes=bytes(4 * 65_537)),
+    OpenPrefix(1, b"x" * 33, None),
+    Seal(1, bytes(17)),
 ]
 
 
@@ -223,11 +242,12 @@ async def test_strange_but_harmless_messages_change_nothing(rig, things, when_id
         Cancel(77),
         Ping(0),
         Doom(0, Place("b", -5, -5, -5, -5), things.digest(1)),
-        Seal(5, (Written(9, 1),)),
-        OpenPrefix(6, (things.digest(1), b"", b"x" * 99), None),
-        Reserve(7, Kind.KV, (Wish(NO_DIGEST, NO_DIGEST, 0, -10),), bytes(16), None, -1.0),
-        Reserve(8, Kind.MM, (Wish(NO_DIGEST, NO_DIGEST, 0, 10),), bytes(16), None, 1e300),
-        Reserve(9, Kind.KV, (), bytes(16), None, 1e308),
+        Seal(5, pack_pairs([(9, 1), (0, 0), ((1 << 64) - 1, (1 << 64) - 1)])),
+        OpenPrefix(6, things.digest(1) + b"x" * 32, None),
+        reserve(7, sizes=pack_sizes([0]), wait_s=-1.0),
+        reserve(7, sizes=pack_sizes([0xFFFF_FFFF]), wait_s=-1.0),
+        reserve(8, Kind.MM, wait_s=1e300),
+        reserve(9, digests=b"", sizes=b"", wait_s=1e308),
     ):
         odd.post(message)
     answer = await odd.ask(Ping, Done, 5.0)
@@ -243,7 +263,7 @@ async def test_frames_of_noise_end_their_connection_and_nothing_else(rig, things
     await rig.start()
     source = random.Random(7)
     codec = FrameCodec(TOKEN, 1 << 20)
-    whole = STORE_MESSAGES.encode(OpenPrefix(1, (things.digest(1),), things.lease()))
+    whole = STORE_MESSAGES.encode(OpenPrefix(1, things.digest(1), things.lease()))
     for _ in range(300):
         noise = bytearray(whole)
         for _ in range(source.randrange(1, 4)):
