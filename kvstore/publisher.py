@@ -107,6 +107,11 @@ class Publisher:
     def errors(self) -> int:
         return self._link.errors if self._link else 0
 
+    @property
+    def sweeping(self) -> bool:
+        """Whether records of this store's earlier lives may still be in the index."""
+        return self._sweep_due
+
     async def run(self) -> None:
         """Beat, and write what is dirty, until cancelled."""
         if self._link is None:

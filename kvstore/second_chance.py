@@ -1,6 +1,7 @@
 """The next life of a segment: what it keeps is carried over, the rest goes.
 
-    plan -> read what is kept -> plan again, forget -> raise the generation, sync -> write the kept
+    plan -> read what is kept -> plan again, forget -> raise the generation, sync
+    -> drop the records -> write the kept
 
 A process that dies in between has lost what was carried, and nothing else: a miss.
 """
@@ -40,9 +41,8 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Reused:
-    """`keys` of what lay there, whose records may have to change; `moved` waits for its sync."""
+    """`moved` waits for its sync."""
 
-    keys: tuple[bytes, ...]
     moved: tuple[Moved, ...]
 
 
@@ -53,9 +53,15 @@ class _Lifted:
 
 
 async def reuse(
-    state: StoreState, files: SegmentFiles, segment: Segment, kind: Kind, in_thread: InThread
+    state: StoreState,
+    files: SegmentFiles,
+    segment: Segment,
+    kind: Kind,
+    in_thread: InThread,
+    publish: Callable[[Sequence[bytes]], Awaitable[Any]],
 ) -> Reused | None:
-    """Give a segment its next life with slots of `kind`; None when that must not be now.
+    """Give a segment its next life with slots of `kind`; None when that must not be now. What lay
+    there is told to `publish` by key before any slot is written again.
 
     Holds at most `policy.MUST_STAY_MOST` of a segment in memory. Raises `OSError` when the segment
     could not be begun anew; what it held is forgotten by then, and its old slots are on disk."""
@@ -81,10 +87,12 @@ async def reuse(
         return None
     keys = state.recycle(segment.number, plan)
     await in_thread(partial(files.recycle, segment, kind))
+    if keys:
+        await publish(keys)  # if not now, later: readers verify
     carried = [lifted[entry] for entry in plan.keep if entry in lifted and entry.slot is None]
     moved = await in_thread(partial(_write, files, carried))
     state.count.evict(Eviction.MISLAID, len(carried) - len(moved))
-    return Reused(keys, tuple(moved))
+    return Reused(tuple(moved))
 
 
 async def _lift(

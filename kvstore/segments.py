@@ -96,7 +96,13 @@ class SegmentFiles:
         before = {path: _length(path) for path in map(directory.joinpath, map(_name, range(count)))}
         try:
             for number, path in enumerate(before):
-                self.segments.append(self._open_file(path, number, size))
+                try:
+                    self.segments.append(self._open_file(path, number, size))
+                except OSError as error:
+                    raise ConfigError(
+                        f"directory: segment {number} in {directory} cannot be opened or read"
+                        f" ({error.strerror})"
+                    ) from None
                 if progress is not None:
                     progress(number + 1, count)
         except BaseException:
@@ -180,7 +186,11 @@ class SegmentFiles:
                 continue
             for slot in range(segment.header.slots):
                 end = segment.slot_begin(slot + 1)
-                data = self._pread(segment.descriptor, HEADER_BYTES, end - HEADER_BYTES)
+                try:
+                    data = self._pread(segment.descriptor, HEADER_BYTES, end - HEADER_BYTES)
+                except OSError as error:  # one bad sector costs one object
+                    log.warning("segment %d: a slot: %s", segment.number, error.strerror)
+                    continue
                 header = SlotHeader.unpack(data)
                 place = DiskPlace(segment.number, slot, segment.header.generation)
                 if header is not None and _stands_at(header, place) and header.facts.kind is kind:

@@ -168,7 +168,14 @@ class Writer:
                 await self._commit()  # what it holds is not known to the state before that
             used = segment.header.kind is not None
             try:
-                reused = await reuse(self._state, self._files, segment, kind, self._in_thread)
+                reused = await reuse(
+                    self._state,
+                    self._files,
+                    segment,
+                    kind,
+                    self._in_thread,
+                    self._publisher.publish,
+                )
             except OSError as error:
                 log.warning("segment %d cannot be reused: %s", segment.number, error.strerror)
                 self._failed()
@@ -177,8 +184,6 @@ class Writer:
                 continue
             self.recycled += used
             self._moved += reused.moved
-            if reused.keys:
-                await self._publisher.publish(reused.keys)  # if not now, later: readers verify
             place = self._files.next_place(kind)
             if place is not None:
                 return place

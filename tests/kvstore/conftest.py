@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -36,6 +37,20 @@ from headrace.kvstore import (
     embedded_valkey,
     run_store,
 )
+
+
+def _beside(name: str) -> None:
+    """Make a file beside this one importable as headrace_tests_kvstore_<name>, since test files
+    cannot import each other."""
+    full = f"headrace_tests_kvstore_{name}"
+    spec = importlib.util.spec_from_file_location(full, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    sys.modules[full] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[full])
+
+
+_beside("disk")
+_beside("wire")
 
 TOKEN = "a cluster token of tests"
 BLOCK_BYTES = 3000
@@ -73,6 +88,11 @@ class Things:
 
 @pytest.fixture
 def things() -> Things:
+    return Things()
+
+
+@pytest.fixture(scope="session")
+def all_things() -> Things:
     return Things()
 
 
@@ -236,6 +256,14 @@ def role_for(home: str) -> Callable[..., RoleSettings]:
     return lambda **changes: make_role(home, **changes)
 
 
+@pytest.fixture(scope="session")
+def new_rig() -> Callable[..., Rig]:
+    """`new_rig(home, redis_url="", **settings)`: not started; the caller closes it."""
+    return lambda home, redis_url="", **changes: Rig(
+        home, make_role(home, redis_url), make_settings(home, **changes)
+    )
+
+
 @pytest_asyncio.fixture
 async def rig(home: str) -> AsyncIterator[Rig]:
     """A store without Redis, not yet started."""
@@ -264,6 +292,11 @@ async def idle(client: StoreClient) -> Any:
     assert stat.arena_free + stat.arena_reserved + stat.arena_resident == stat.arena_slots
     assert stat.reservations == 0
     return stat
+
+
+@pytest.fixture(scope="session")
+def wait_idle() -> Callable[[StoreClient], Awaitable[Any]]:
+    return idle
 
 
 @pytest.fixture
@@ -299,14 +332,19 @@ class StoreProcess:
 
 @pytest.fixture
 def start_process(home: str) -> Iterator[Callable[..., StoreProcess]]:
-    """`start(redis_url="", fault="", **settings)`: returns when the store serves, or has ended."""
+    """`start(redis_url="", fault="", die_at=0, half=False, **settings)`: returns when the store
+    serves, or has ended. `die_at`: SIGKILL before that op on a file."""
     started: list[StoreProcess] = []
 
-    def start(redis_url: str = "", fault: str = "", **changes: Any) -> StoreProcess:
+    def start(
+        redis_url: str = "", fault: str = "", die_at: int = 0, half: bool = False, **changes: Any
+    ) -> StoreProcess:
         log = Path(home) / f"process-{len(started)}.log"
         told = {
             "home": home,
             "redis_url": redis_url,
+            "die_at": die_at,
+            "half": half,
             "settings": asdict(make_settings(home, **changes)),
         }
         environment = {**os.environ, "HEADRACE_FAULTS": fault}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 from headrace.core.deployment import Deployment
@@ -21,6 +23,14 @@ def say(value: Any) -> None:
     print(json.dumps(value), flush=True)
 
 
+def dying(at: int, half: bool) -> Any:
+    spec = importlib.util.spec_from_file_location("disk", Path(__file__).with_name("disk.py"))
+    assert spec is not None and spec.loader is not None
+    sys.modules["disk"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Dying(at, half)
+
+
 def serve(told: dict[str, Any]) -> int:
     home = told["home"]
     role = RoleSettings(
@@ -34,8 +44,9 @@ def serve(told: dict[str, Any]) -> int:
         deployment=Deployment(),
     )
     settings = StoreSettings(**told["settings"])
+    calls = dying(told["die_at"], told["half"]) if told.get("die_at") else None
     try:
-        asyncio.run(run_store(role, settings, ready=lambda member: say("ready")))
+        asyncio.run(run_store(role, settings, ready=lambda member: say("ready"), calls=calls))
     except ConfigError as error:
         print(error.message, file=sys.stderr)
         return 2
