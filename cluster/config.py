@@ -225,8 +225,9 @@ class ClusterConfig:
         from headrace.model import ServedModel
         from headrace.router.tokens import Vocabulary
 
-        name = self.deployment.model
-        model = ServedModel(self.deployment).config()
+        name, served = self.deployment.model, ServedModel(self.deployment)
+        served.check()
+        model = served.config()
         window = model.sliding_window
         geometry = Geometry(window, model.n_encoder_layers, model.n_decoder_layers)
         keep = self.deployment.keep_for(geometry)
@@ -250,14 +251,15 @@ class ClusterConfig:
         tokenizer = self.router.get("tokenizer", self._tokenizer)
         if isinstance(tokenizer, str):  # otherwise `router_settings` refuses it
             try:
-                ids = Vocabulary(tokenizer).size
+                vocabulary = Vocabulary(tokenizer)
             except ConfigError as error:
                 raise ConfigError(f"router.{error.message}") from None
-            if ids > model.vocab_size:
+            if (ids := vocabulary.size) > model.vocab_size:
                 raise ConfigError(
                     f"router.tokenizer must have at most {model.vocab_size} ids, those of {name},"
                     f" got {tokenizer} with {ids}"
                 )
+            served.check_tokenizer(tokenizer, vocabulary.text)
 
     def api_keys(self, run: RunDir) -> tuple[KeyEntry, ...]:
         """All keys with their secrets; generated ones are made here if they are not there yet."""

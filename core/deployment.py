@@ -28,8 +28,10 @@ class Deployment:
     where its tables lie on a host; `mapped` ones in the checkpoint's files, or for random weights
     in `engram_directory`, one mapping for all processes; `pinned` needs a CUDA device.
 
-    `checkpoint` is the absolute path of a folder of weights, served under the name `model`; "": the
-    weights that `model` itself names, or seeded random ones of that configuration."""
+    Whose weights: without `checkpoint` those that `model` names, which is a checkpoint of the
+    package (`demo`) or a configuration, whose weights are random ones of `seed`. With `checkpoint`,
+    the absolute path of a folder of weights, `model` is the name that clients say and nothing else.
+    What only files can tell is checked by `headrace.model.ServedModel.check`."""
 
     model: str = "t2"
     seed: int = 0
@@ -56,6 +58,8 @@ class Deployment:
         if self.checkpoint and not os.path.isabs(self.checkpoint):
             # Roles run in folders of their own.
             raise ConfigError(f"checkpoint must be an absolute path, got {self.checkpoint!r:.80}")
+        if self.checkpoint and self.seed:
+            raise ConfigError(f"seed must be 0 with a checkpoint's weights, got {self.seed!r:.40}")
         if (
             isinstance(self.seed, bool)
             or not isinstance(self.seed, int)

@@ -38,6 +38,12 @@ def checkpoint_folder(name_or_path: str | Path) -> Path | None:
     return folder if (folder / _CONFIG_NAME).is_file() else None
 
 
+def package_models() -> list[str]:
+    """Names of the package's configurations and checkpoints."""
+    folder = resources.files("headrace.configs") / "models"
+    return sorted(p.name.removesuffix(".json") for p in folder.iterdir())
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """`kv_source` and `index_source` are layer numbers; None for what the layer does not have."""
@@ -173,8 +179,7 @@ class ModelConfig:
                 raise ConfigError(f"model configuration file {path.name!r} does not exist")
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         folder = resources.files("headrace.configs") / "models"
-        known = sorted(p.name.removesuffix(".json") for p in folder.iterdir())
-        if text not in known:
+        if text not in (known := package_models()):
             raise ConfigError(f"model {text!r} is not known; known are {', '.join(known)}")
         return cls.from_dict(json.loads((folder / f"{text}.json").read_text(encoding="utf-8")))
 

@@ -6,6 +6,8 @@ its encoder half, a vision replica the image tower and the text model's name in 
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +22,9 @@ from headrace.model.checkpoint.load import TOKENIZER_NAME, load_trunk, load_visi
 from headrace.model.checkpoint.progress import logged_progress
 from headrace.model.checkpoint.release import read_config
 from headrace.model.checkpoint.shards import CONFIG_NAME, read_json
-from headrace.model.config import ModelConfig, checkpoint_folder
+from headrace.model.config import ModelConfig, checkpoint_folder, package_models
 from headrace.model.engram_store import Placement
+from headrace.model.errors import ConfigError
 from headrace.model.named import (
     load_named,
     load_named_vision,
@@ -43,6 +46,55 @@ class ServedModel:
 
     deployment: Deployment
 
+    def check(self) -> None:
+        """Whether the deployment's keys say one thing about its weights; reads no weight. Raises
+        `ConfigError` naming key, bound and value, `CheckpointError` for a folder without files."""
+        d = self.deployment
+        packaged = package_models()
+        if d.checkpoint and d.model in packaged:
+            raise ConfigError(
+                "deployment.model must be a name of its own with deployment.checkpoint, none of the"
+                f" package's {', '.join(packaged)}, got {d.model!r}"
+            )
+        if d.checkpoint and not os.path.isdir(d.checkpoint):
+            raise ConfigError(f"deployment.checkpoint must be a folder, got {d.checkpoint!r:.200}")
+        # Roles run in folders of their own, where a relative path means another file.
+        file = d.model.endswith(".json") and os.path.isabs(d.model)
+        if not d.checkpoint and d.model not in packaged and not file:
+            raise ConfigError(
+                f"deployment.model must be one of {', '.join(packaged)} or the absolute path of a"
+                " configuration's .json file; a folder of weights is deployment.checkpoint, and"
+                f" deployment.model then its name; got {d.model!r:.80}"
+            )
+        self.config()
+        if self.folder is not None:
+            return
+        if Weights(d.weights) is Weights.PACKED:
+            raise ConfigError(
+                f"deployment.weights must be widened for random weights, got {d.weights!r}"
+            )
+        if Placement(d.engram) is Placement.MAPPED and not d.engram_directory:
+            raise ConfigError(
+                "deployment.engram_directory must name a folder for the mapped tables of random"
+                " weights, got ''"
+            )
+
+    def check_tokenizer(self, name: str, text: str) -> None:
+        """Whether a tokenizer file's text is the model's. Raises `ConfigError`: with another the
+        model would read other words than were said, and its answers would be garbled."""
+        wanted, found = (
+            hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:12]
+            for tokenizer in (self.tokenizer(), Tokenizer.from_str(text))
+        )
+        if found != wanted:
+            own = f"{self.folder}/{TOKENIZER_NAME}"
+            if self.folder is None or not self.deployment.checkpoint:
+                own = f"tokenizer-{self.config().vocab_size}"
+            raise ConfigError(
+                f"router.tokenizer must be that of {self.deployment.model}, {own} (SHA-256"
+                f" {wanted}..), got {name} ({found}..)"
+            )
+
     @property
     def folder(self) -> Path | None:
         """Where the weights lie; None for random ones."""
@@ -62,7 +114,12 @@ class ServedModel:
         path = self.folder / TOKENIZER_NAME
         if not path.is_file():
             raise CheckpointError(f"{TOKENIZER_NAME}: missing from the checkpoint")
-        return Tokenizer.from_file(str(path))
+        try:
+            return Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no other
+            raise CheckpointError(
+                f"{TOKENIZER_NAME}: cannot be read as a tokenizer ({str(error)[:100]})"
+            ) from None
 
     def trunk(
         self, numerics: Numerics, device: str | torch.device, *, encoder_only: bool = False

@@ -13,7 +13,7 @@ import pytest
 from headrace.cluster.config import ClusterConfig, Processes, keep_copy, load_config, read_config
 from headrace.cluster.rundir import RunDir
 from headrace.core.card import Role
-from headrace.core.errors import ConfigError
+from headrace.core.errors import ConfigError, HeadraceError
 from headrace.model import CacheLayout, ModelConfig
 
 REFUSED = {
@@ -109,6 +109,36 @@ LATE = {
     "tokenizer of another model": (
         "deployment: {model: toy}\nrouter: {tokenizer: tokenizer-4096}",
         "router.tokenizer must have at most 1024 ids, those of toy, got tokenizer-4096 with 4096",
+    ),
+    "tokenizer of fewer ids": (
+        "router: {tokenizer: tokenizer-1024}",
+        "router.tokenizer must be that of t2, tokenizer-4096 (SHA-256 ",
+    ),
+    "model that nobody knows": (
+        "deployment: {model: t3}",
+        "deployment.model must be one of demo, flash, t1, t2, toy, v4-flash, v4-toy or the absolute"
+        " path of a configuration's .json file; a folder of weights is deployment.checkpoint",
+    ),
+    "model by a relative path": (
+        "deployment: {model: ./weights}",
+        "and deployment.model then its name; got './weights'",
+    ),
+    "a package's name for other weights": (
+        "deployment: {model: demo, checkpoint: /nowhere}",
+        "deployment.model must be a name of its own with deployment.checkpoint, none of the"
+        " package's demo, flash, t1, t2, toy, v4-flash, v4-toy, got 'demo'",
+    ),
+    "checkpoint that is not there": (
+        "deployment: {model: mine, checkpoint: /nowhere}",
+        "deployment.checkpoint must be a folder, got '/nowhere'",
+    ),
+    "packed random weights": (
+        "deployment: {weights: packed}",
+        "deployment.weights must be widened for random weights, got 'packed'",
+    ),
+    "mapped random tables": (
+        "deployment: {engram: mapped}",
+        "deployment.engram_directory must name a folder",
     ),
     "router keys": ("router: {keys: []}", "unknown key router.keys"),
     "fetch key": ("router: {fetch: {ports: [81]}}", "unknown key router.fetch.ports"),
@@ -266,7 +296,27 @@ def test_a_checkpoint_gives_sizes_and_tokenizer(tmp_path: Path) -> None:
     config.check(run)
     assert config.router_settings(run).tokenizer == str(folder / "tokenizer.json")
     assert config.store_settings(run).block_bytes == CacheLayout.of(model).block_bytes
+    own = json.loads((folder / "tokenizer.json").read_text())
+    for name in ("tokenizer-4096", "tokenizer-1024"):
+        other = replace(config, router={"tokenizer": name})
+        if name == "tokenizer-1024":
+            other.check(run)  # written otherwise, and the same tokenizer
+            continue
+        with pytest.raises(ConfigError, match="must have at most 1024 ids, those of mine"):
+            other.check(run)
+    merges = own["model"]["merges"]
+    merges[0], merges[1] = merges[1], merges[0]
+    (tmp_path / "other.json").write_text(json.dumps(own))
+    mixed = replace(config, router={"tokenizer": str(tmp_path / "other.json")})
+    with pytest.raises(ConfigError) as refused:
+        mixed.check(run)
+    assert f"router.tokenizer must be that of mine, {folder}/tokenizer.json" in str(refused.value)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(HeadraceError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
+        mixed.check(run)
     # Sizes are kept by folder: the same name with other weights does not take them.
     assert run.read_sizes(str(folder)) is not None and run.read_sizes("mine") is None
+    with pytest.raises(ConfigError, match="deployment: seed must be 0 with a checkpoint's weights"):
+        read_config("deployment: {model: a, checkpoint: /weights, seed: 3}", "x")
     with pytest.raises(ConfigError, match="deployment: checkpoint must be an absolute path"):
         read_config("deployment: {checkpoint: weights}", "x")
