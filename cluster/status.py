@@ -118,7 +118,8 @@ def store_table(store: dict[str, Any]) -> Table:
     shown = Table(
         title=f"store: {_number_of(store['blocks'], 'block')},"
         f" {_number_of(store['windows'], 'window record')},"
-        f" {_number_of(store['pictures'], 'picture')}; index {store['index']}",
+        f" {_number_of(store['pictures'], 'picture')},"
+        f" {_number_of(store['states'], 'state')}; index {store['index']}",
         title_justify="left",
     )
     for column in ("tier", "objects", "MB", "room", "waiting"):

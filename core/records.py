@@ -46,6 +46,7 @@ class RequestRecord:
     resumes: int = 0  # of these, attempts that went on after tokens of a former one
     rebinds: int = 0  # of these, attempts that took over the prefill of a lost decode replica
     mode: str = "exact"
+    bind: str = ""  # of a hand-off: when its decode replica was chosen, late | early
     exactness: str = "exact"
     prefill: str = ""
     decode: str = ""

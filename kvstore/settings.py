@@ -117,6 +117,7 @@ class StoreStat:
     blocks: int  # kv objects known, wherever they lie
     windows: int
     pictures: int
+    states: int  # of sequences that are parked or being handed over
     arena_slots: int
     arena_free: int
     arena_reserved: int

@@ -145,14 +145,12 @@ class StoreState:
         return held
 
     def release(self, owner: JobKey, kind: Kind | None) -> None:
-        for entry in _tail_first(self.leases.release(owner, kind)):
-            self.residents.settle(entry)
+        self._let_go(self.leases.release(owner, kind))
 
     def expire(self) -> None:
         """End what has had its time: leases, reservations, idle windows and pictures in the arena.
         Called several times a second."""
-        for entry in _tail_first(self.leases.expire()):
-            self.residents.settle(entry)
+        self._let_go(self.leases.expire())
         self.reserving.expire()
         now_s = self.clock.now_s()
         idle_s = {Kind.SWA: self._policy.window_ttl_s, Kind.MM: self._policy.picture_ttl_s}
@@ -161,6 +159,15 @@ class StoreState:
                 for entry in self.residents.orders[kind].unused_since(now_s - ttl_s):
                     self.residents.leave(entry)
                     self._left(entry, Eviction.IDLE)
+
+    def _let_go(self, entries: Iterable[Entry]) -> None:
+        """A lease on them has ended. A sequence's state is of use to its own attempt alone, so its
+        slot is free when nobody leases it any more."""
+        for entry in _tail_first(entries):
+            if entry.kind is Kind.STATE and not entry.leases:
+                self.drop(entry, erase=False)
+            else:
+                self.residents.settle(entry)
 
     def pin(self, entry: Entry) -> None:
         entry.pins += 1

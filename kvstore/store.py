@@ -269,6 +269,7 @@ class Store:
             blocks=sum(e.kind is Kind.KV for e in objects),
             windows=sum(e.kind is Kind.SWA for e in objects),
             pictures=sum(e.kind is Kind.MM for e in objects),
+            states=sum(e.kind is Kind.STATE for e in objects),
             arena_slots=sum(pool.total for pool in pools),
             arena_free=sum(pool.free for pool in pools),
             arena_reserved=sum(pool.reserved for pool in pools),

@@ -159,12 +159,13 @@ class Dispatch:
         self.attempt = attempt = Attempt(self._desk.ledger, route.work)
         self._record.attempts += 1
         self._record.why = route.why
-        self._record.prefill = self._record.decode = ""
+        self._record.prefill = self._record.decode = self._record.bind = ""
         if route.prefill is not None:
             replica = self._desk.replica(route.prefill.key)
             attempt.take_prefill(replica)
             self.suspicion.given(replica.key)
             self._record.prefill = replica.name
+            self._record.bind = "late" if route.decode is None else "early"
             self._step(RequestEvent.SENT_TO_PREFILL)
         if route.decode is not None:
             self._take_decode(attempt, route.decode)

@@ -46,6 +46,7 @@ async def test_nobody_is_bound_before_prefill_asks_and_then_by_the_loads_of_now(
         assert "prefill-0" in record["why"] and "decode-1" in record["why"]
         assert record["stages"]["bind_s"] >= 0 and record["stages"]["queue_s"] >= 0
         assert (record["attempts"], record["rebinds"], record["prefill_rows"]) == (1, 0, 600)
+        assert record["bind"] == "late"
         await rig.until(rig.nothing_held)
 
 
@@ -94,6 +95,7 @@ async def test_a_decode_lost_before_its_first_token_is_replaced_and_its_prefill_
         assert other.jobs[0].await_prefill and other.jobs[0].prefill_name == prefill.name
         record = rig.records()[-1]
         assert (record["attempts"], record["rebinds"], record["resumes"]) == (2, 1, 0)
+        assert record["bind"] == bind
         assert record["prefill_rows"] == 600 and record["decode"] == other.name
         await rig.until(lambda: not prefill.running)
         await rig.until(rig.nothing_held)
@@ -213,7 +215,7 @@ async def test_a_full_prefill_pool_makes_wait_and_does_not_keep_others_from_deco
             for _ in range(prefill.n_slots + 1)
         ]
         await rig.until(lambda: rig.router.desk.waiting_requests == 1)
-        assert len(prefill.jobs) == prefill.n_slots
+        await rig.until(lambda: len(prefill.jobs) == prefill.n_slots)
         answer = await rig.client.post("/v1/completions", json=SHORT)
         assert answer.json()["choices"][0]["text"] == REFERENCE
         asks.set()

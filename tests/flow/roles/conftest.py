@@ -170,7 +170,9 @@ class Cluster:
             if replica.store.held:
                 return f"{name} holds {replica.store.held} of the store"
         stat = await self.prefill.store.stat()
-        if stat is not None and (stat.leases or stat.reservations or stat.leased_objects):
+        if stat is not None and (
+            stat.leases or stat.reservations or stat.leased_objects or stat.states
+        ):
             return f"store: {stat}"
         return None
 

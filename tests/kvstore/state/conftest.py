@@ -46,7 +46,11 @@ class World:
     lease = staticmethod(lease)
 
     def __init__(self, slots: int = 4) -> None:
-        regions = (Region(Kind.KV, 0, 4096, slots), Region(Kind.SWA, slots * 4096, 4096, 2))
+        regions = (
+            Region(Kind.KV, 0, 4096, slots),
+            Region(Kind.SWA, slots * 4096, 4096, 2),
+            Region(Kind.STATE, (slots + 2) * 4096, 4096, 2),
+        )
         descriptor, self.arena = create_arena(regions)
         os.close(descriptor)
         self.clock = FakeClock()
@@ -57,8 +61,14 @@ class World:
         found = self.arena.locate(self.state.offset(reservation))
         self.arena.payload(*found, SIZE)[:] = content(reservation.facts.block)
 
-    def put(self, number: int, owner: JobKey | None = None, connection: int = 1):
-        made = self.state.reserve(connection, facts(number), owner)
+    def put(
+        self,
+        number: int,
+        owner: JobKey | None = None,
+        connection: int = 1,
+        kind: Kind = Kind.KV,
+    ):
+        made = self.state.reserve(connection, facts(number, kind), owner)
         if made is None:
             return None
         self.write(made)

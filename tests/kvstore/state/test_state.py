@@ -104,6 +104,27 @@ def test_two_owners_hold_one_object(world):
     world.state.check()
 
 
+def test_a_state_of_a_sequence_is_gone_with_its_last_lease(world):
+    """Nobody else can use it. Blocks stay for whoever comes, and a reader finishes."""
+    pool = world.state.residents.pools[Kind.STATE]
+    block, state = world.put(1, world.lease(1)), world.put(2, world.lease(1), kind=Kind.STATE)
+    world.state.hold(world.lease(2), state)
+    assert pool.free == 1
+    world.state.release(world.lease(1), None)
+    assert pool.free == 1 and not state.dropped
+    world.state.pin(state)
+    world.state.release(world.lease(2), Kind.STATE)
+    assert state.dropped and pool.free == 1  # not before the copy is over
+    world.state.unpin(state)
+    assert pool.free == 2
+    assert world.state.find(Kind.KV, world.namespace, world.digest(1)) is block
+    late = world.put(3, world.lease(3), kind=Kind.STATE)
+    world.clock.advance(31)
+    world.state.expire()
+    assert late.dropped and pool.free == 2
+    world.state.check()
+
+
 def test_a_chain_loses_its_tail_first_and_the_least_used_goes_before_others(world):
     for number in (1, 2, 3):
         world.put(number, world.lease(1))

@@ -48,6 +48,11 @@ class Streams:
     def parked(self) -> list[Any]:
         return [job for job in self.work.jobs.values() if job.is_parked]
 
+    @property
+    def all_arrived(self) -> bool:
+        """Whether decode has heard of each; none may have ended before that is asked."""
+        return all(call.key in self.work.jobs or call.token_ids for call, *_ in self.calls)
+
     def counted(self, name: str) -> int:
         return getattr(self.work.counts, name) - getattr(self.before, name)
 

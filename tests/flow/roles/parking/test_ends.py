@@ -51,7 +51,7 @@ async def test_an_end_while_parked_gives_all_back(
 async def test_a_drain_lets_the_parked_finish(cluster, prompt, streams, join, wait_until) -> None:
     six = streams(cluster, await join(ENGINE))
     await six.begin(prompt, "drains", [(n_tokens, 12) for n_tokens, _ in STREAMS])
-    await wait_until(lambda: len(six.parked) >= 1)
+    await wait_until(lambda: len(six.parked) >= 1 and six.all_arrived)
     six.work.draining = True
     refused = await cluster.local(cluster.request(prompt(20, "late")), six.number)
     assert (await refused.failure()).retryable
