@@ -57,7 +57,8 @@ class Entry:
     slot: int | None = None
     generation: int = 0
     disk: DiskPlace | None = None
-    proven: bool = False  # a second request has used it since it came into the store
+    proven: bool = False  # a second request has used it since it came into the arena
+    departure: int = 0  # the number of its last leave from the arena, counted from 1 a kind
     touched: bool = False  # used since it was written to its disk place
     leases: set[JobKey] = field(default_factory=set)
     pins: int = 0

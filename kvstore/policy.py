@@ -59,7 +59,7 @@ class StorePolicy:
     domain_shares: tuple[DomainShare, ...] = ()
 
     def __post_init__(self) -> None:
-        check_number("probation_share", self.probation_share, 0.01, 1.0)
+        check_number("probation_share", self.probation_share, 0.01, 0.5)
         check_number("second_chance_share", self.second_chance_share, 0.0, MUST_STAY_MOST)
         check_number("window_ttl_s", self.window_ttl_s, 1.0, 604_800.0)
         check_number("picture_ttl_s", self.picture_ttl_s, 1.0, 604_800.0)

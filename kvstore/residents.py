@@ -99,7 +99,9 @@ class Residents:
         pool.fill(slot)
         entry.slot, entry.generation = slot, pool.generation(slot)
         group = self.group(entry.facts.domain)
-        self.orders[entry.kind].enter(entry, group, proven=entry.proven)
+        order = self.orders[entry.kind]
+        entry.proven = entry.proven or order.left_lately(entry.departure)
+        order.enter(entry, group, proven=entry.proven)
         header = SlotHeader(
             facts=entry.facts,
             checksum=entry.checksum,
@@ -116,7 +118,9 @@ class Residents:
         self.arena.blank_header(self.regions[entry.kind], entry.slot)
         self.pools[entry.kind].give_resident(entry.slot)
         entry.slot = None
-        self.orders[entry.kind].leave(entry)
+        order = self.orders[entry.kind]
+        order.leave(entry)
+        entry.departure, entry.proven = order.departures, False
         self.on_room()
 
     def hide(self, entry: Entry) -> None:

@@ -69,13 +69,15 @@ class StoreState:
         """The number of the group of domains that an object counts for."""
         return self.residents.group(entry.facts.domain)
 
-    def use(self, entry: Entry, *, again: bool) -> None:
-        """A request has opened the object; `again` unless its own request has just put it.
+    def use(self, entry: Entry, *, again: bool, here: bool = True) -> None:
+        """A request has opened the object; `again` unless its own request has just put it, `here`
+        if that found it in the arena.
 
         What is used again stays longer in both tiers, and a record that was held back is written.
         """
         if again:
-            entry.proven = entry.touched = True
+            entry.touched = True
+            entry.proven = entry.proven or (here and entry.slot is not None)
             if entry.saving is Saving.HELD_BACK and not entry.dropped:
                 self._to_save(entry)
         self.residents.touch(entry)
@@ -183,7 +185,6 @@ class StoreState:
         """A load of a pinned entry into a reserved slot ended. Unsound bytes end the object; None
         (given up before it ended) only gives the slot back."""
         if sound and not entry.dropped and entry.slot is None:
-            entry.proven = True  # it left the arena once, and is asked for again
             self.residents.enter(entry, slot)
             self.count.loads += 1
             self._mark(entry)

@@ -115,20 +115,22 @@ class Store:
         """Places of `entries`, leased, if all of them are in the arena; else None."""
         if any(entry.slot is None or entry.dropped for entry in entries):
             return None
-        return self._lease_places(entries, len(entries), lease)
+        return self._lease_places(entries, len(entries), lease, [True] * len(entries))
 
     async def _bring(self, entries: Sequence[Entry], lease: JobKey | None) -> tuple[Place, ...]:
         """Places of the longest prefix of `entries` that can be had in the arena, leased."""
         places = self._have(entries, lease)
         if places is None:
+            here = [entry.slot is not None for entry in entries]
             async with self._loader.held(entries) as count:
-                places = self._lease_places(entries, count, lease)
+                places = self._lease_places(entries, count, lease, here)
         return places
 
     def _lease_places(
-        self, entries: Sequence[Entry], count: int, lease: JobKey | None
+        self, entries: Sequence[Entry], count: int, lease: JobKey | None, here: Sequence[bool]
     ) -> tuple[Place, ...]:
-        """The first `count` of `entries` are in the arena now, the rest could not be had."""
+        """The first `count` of `entries` are in the arena now, the rest could not be had; `here`
+        says which were there before."""
         places: list[Place] = []
         again = [lease is None or lease not in entry.leases for entry in entries]
         for entry in entries[:count]:
@@ -138,8 +140,8 @@ class Store:
             assert place is not None  # held, or in the arena at this moment
             places.append(place)
         # Head last: it leaves the arena after its tail. What could not be had is used all the same.
-        for entry, again_ in reversed(tuple(zip(entries, again, strict=True))):
-            self.state.use(entry, again=again_)
+        for entry, *how in reversed(tuple(zip(entries, again, here, strict=True))):
+            self.state.use(entry, again=how[0], here=how[1])
         return tuple(places)
 
     # writing ---------------------------------------------------------------------------------
