@@ -73,13 +73,13 @@ class Writer:
     async def run(self) -> None:
         """Write until `stop`; then write what is left, and return."""
         while True:
-            if not self._stopping:
+            if not self._stopping and not self._state.disks.to_erase:
                 await self._wake.wait()
             self._wake.clear()
             await self._erase()
             taken = await self._collect()
             await self._commit()
-            if self._stopping and not taken:
+            if self._stopping and not taken and not self._state.disks.to_erase:
                 return
 
     def stop(self) -> None:

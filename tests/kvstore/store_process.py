@@ -34,7 +34,7 @@ def dying(at: int, half: bool) -> Any:
 def serve(told: dict[str, Any]) -> int:
     home = told["home"]
     role = RoleSettings(
-        name="store-0",
+        name=told.get("name", "store-0"),
         listen=f"unix://{home}/store.sock",
         token=TOKEN,
         redis_url=told["redis_url"],

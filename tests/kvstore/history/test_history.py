@@ -1,0 +1,55 @@
+"""I10: under kills, stops, damage and a Redis that forgets, every get is right or a miss."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(900)]
+SECONDS = float(os.environ.get("HEADRACE_HISTORY_SECONDS", "8"))
+
+
+@pytest.fixture(scope="module")
+def play():
+    name = "headrace_tests_kvstore_history"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("history.py"))
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.play
+
+
+@pytest.fixture
+def seed() -> int:
+    """Another one every time, printed; HEADRACE_HISTORY_SEED plays one again."""
+    told = os.environ.get("HEADRACE_HISTORY_SEED")
+    return int(told) if told else random.SystemRandom().randrange(1 << 32)
+
+
+def _check(report) -> None:
+    print(report.text())
+    assert not report.wrong, "\n".join([report.text(), *report.wrong[:10]])
+    assert report.words["got"] > 20 * report.seconds and report.words["miss"] > 0
+    assert report.words["put"] > 10 * report.seconds and report.words["scribbled"] > 0
+    assert sum(report.deeds.values()) > 0 and report.objects > 0
+
+
+def test_a_short_history(play, seed):
+    _check(play(seed, SECONDS))
+
+
+def test_a_wrong_answer_would_be_noticed(play, seed):
+    """The control: clients that lie about one get in a hundred."""
+    report = play(seed, 3.0, lie=True)
+    assert report.wrong and all(line.startswith("worker") for line in report.wrong)
+
+
+@pytest.mark.slow
+def test_a_history_of_a_minute(play, seed):
+    report = play(seed, 60.0)
+    _check(report)
+    assert {"store killed", "client killed", "Redis flushed"} <= set(report.deeds)
