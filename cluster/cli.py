@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headrace.cluster.config import load_config
-from headrace.cluster.launch import Launch, end_cluster, running_clusters
+from headrace.cluster.launch import INTERRUPTS, Launch, end_cluster, running_clusters
 from headrace.cluster.roles import SERVING_ROLES, build_id, check_role, run_plain
 from headrace.cluster.rundir import Phase, RunDir, check_name, headrace_home, known_clusters
 from headrace.core.errors import ConfigError, HeadraceError
@@ -71,7 +71,8 @@ def up(
 ) -> None:
     """Start a cluster and return when it is ready.
 
-    A leader in the background holds the cluster; `headrace down` ends it.
+    A leader in the background holds the cluster; `headrace down` ends it. Ctrl-C, SIGTERM or
+    SIGHUP before it is ready ends what was started.
 
     A second cluster needs a name and a port of its own: --name OTHER --port N.
 
@@ -79,9 +80,9 @@ def up(
     launch = _or_exit(
         lambda: Launch(config, name, port=port, foreground=foreground, insecure=insecure)
     )
-    if foreground:
-        # before the leader exists, so that no Ctrl-C can fall between
-        for number in (signal.SIGINT, signal.SIGTERM):
+    # before the leader exists: whoever ends this command wants no cluster that goes on starting
+    for number in INTERRUPTS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _raise_interrupt)
     try:
         with err.status("starting") as status:
@@ -98,7 +99,7 @@ def up(
             err.print("the cluster was ended by `headrace down`")
     except KeyboardInterrupt:
         err.print("\nstopping (a second Ctrl-C does not make it faster)")
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in INTERRUPTS:
             signal.signal(number, signal.SIG_IGN)
         _or_exit(lambda: launch.abandon(_say))
         err.print("stopped; no process is left")

@@ -19,6 +19,7 @@ importing torch; `load_config` alone is quick.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -217,8 +218,26 @@ class ClusterConfig:
         check_device(self.deployment.device)
         self._check_model(engine)
         run.write_sizes(self._weights_name, self.slot_sizes())
-        self.store_settings(run)
+        self._check_arena(self.store_settings(run), engine)
         self.router_settings(run)
+
+    def _check_arena(self, store: StoreSettings, engine: EngineSettings) -> None:
+        """A hand-off of the longest prompt must fit: all its blocks stay until decode has its first
+        token."""
+        from headrace.kvstore import Kind, plan_regions
+        from headrace.model import ServedModel
+
+        blocks = next(region for region in plan_regions(store) if region.kind is Kind.KV)
+        most_tokens = ServedModel(self.deployment).config().max_position_embeddings
+        most_tokens = min(self.deployment.edge.prompt_tokens, most_tokens)
+        wanted = min(engine.n_blocks, most_tokens // BLOCK_TOKENS)
+        if self.pools.prefill and blocks.slots < wanted:
+            least = math.ceil(wanted * blocks.slot_bytes / store.share(Kind.KV))
+            raise ConfigError(
+                f"store.arena_bytes must be at least {least} for the hand-off of a prompt of"
+                f" {wanted} blocks, the longest that engine.n_blocks, deployment.edge.prompt_tokens"
+                f" and the model allow, got {store.arena_bytes} with room for {blocks.slots}"
+            )
 
     def _check_model(self, engine: EngineSettings) -> None:
         """What is too small or too large for the served model."""

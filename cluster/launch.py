@@ -6,12 +6,15 @@ file. `down` ends the members of that session, and only these.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,8 +42,26 @@ from headrace.core.errors import ConfigError, HeadraceError
 
 Say = Callable[[str], None]
 LOOK_EVERY_S = 0.1
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOCK_TRIES = 100
 MEMBERS_S = 3.0  # for SIGTERM to work on what the leader left, before SIGKILL
+
+
+@contextlib.contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """What would interrupt is delivered at the end: nothing is started and then not known of."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 class LaunchError(HeadraceError):
@@ -134,7 +155,7 @@ class Launch:
         command += [run.cluster, "--lock", str(lock)]
         command += ["--insecure"] if self._insecure else []
         command += ["--with-parent", str(os.getpid())] if self._foreground else []
-        with open(run.logs / "leader.out", "wb") as output:
+        with open(run.logs / "leader.out", "wb") as output, deferred_interrupts():
             self._leader = subprocess.Popen(
                 command,
                 cwd=run.path,
@@ -144,7 +165,7 @@ class Launch:
                 start_new_session=True,
                 pass_fds=(lock,),
             )
-        self._process = read_process(self._leader.pid)  # not reaped yet, so the id is its own
+            self._process = read_process(self._leader.pid)  # not reaped yet: the id is its own
 
     def _own_state(self) -> RunState | None:
         """The state if the leader of this launch wrote it."""

@@ -213,6 +213,8 @@ class Leader:
     def _say(self, phase: Phase, progress: str) -> None:
         if (phase, progress) != (self._state.phase, self._state.progress):
             log.info("%s: %s", phase, progress)
+            if phase is Phase.STARTING and self._stop.is_set():
+                raise Stopped
         self._state = replace(self._state, phase=phase, progress=progress)
         self._run.write_state(self._state)
 

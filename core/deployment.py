@@ -97,6 +97,11 @@ class Deployment:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if self.replay_depth_tokens and self.handoff_mode is not HandoffMode.REPLAY:
+            raise ConfigError(
+                f"replay_depth_tokens must be 0 in handoff_mode {self.handoff_mode.value}: only"
+                f" replay has a depth, got {self.replay_depth_tokens}"
+            )
         wait = self.underway_wait_factor
         if type(wait) not in (int, float) or not 0 <= wait <= MAX_UNDERWAY_WAIT:
             raise ConfigError(

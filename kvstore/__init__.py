@@ -9,6 +9,7 @@ A digest is always the object's own: for a window record `core.chain.window_dige
 except in `StoreClient.open_windows`, whose candidates are block digests. No torch in this room.
 """
 
+from headrace.kvstore.arena import plan_regions
 from headrace.kvstore.classes import ClassStores
 from headrace.kvstore.client import StoreClient
 from headrace.kvstore.embedded import EmbeddedRedis, embedded_valkey
@@ -33,6 +34,7 @@ __all__ = [
     "StoreStat",
     "Tier",
     "embedded_valkey",
+    "plan_regions",
     "read_objects",
     "run_store",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -35,6 +36,15 @@ REFUSED = {
         "record_spacing_tokens must be a multiple of 128, got 200",
     ),
     "depth": ("deployment: {replay_depth_tokens: -1}", "replay_depth_tokens must be an integer"),
+    "depth of a mode that has none": (
+        "deployment: {replay_depth_tokens: 64}",
+        "deployment: replay_depth_tokens must be 0 in handoff_mode exact: only replay has a depth,"
+        " got 64",
+    ),
+    "depth of mode state": (
+        "deployment: {handoff_mode: state, replay_depth_tokens: 64}",
+        "replay_depth_tokens must be 0 in handoff_mode state: only replay has a depth, got 64",
+    ),
     "mode that does not exist": ("deployment: {handoff_mode: magic}", "must be one of exact"),
     "no mapping": ("router: 8000", "router must be a mapping, got int 8000"),
     "list": ("- 1", "x.yaml must hold a mapping of keys, got a list"),
@@ -88,6 +98,15 @@ LATE = {
     "engine": ("engine: {n_slots: 0}", "engine: n_slots must be an integer between 1"),
     "engine key": ("engine: {cache: 1}", "unknown key engine.cache"),
     "store": ("store: {arena_bytes: -5}", "store: arena_bytes must be an integer of at least 1"),
+    "arena for no object": (
+        "store: {arena_bytes: 1000}",
+        "arena_bytes must be at least",
+    ),
+    "arena for no hand-off": (
+        "engine: {n_blocks: 40}\nstore: {arena_bytes: 250000}",
+        "for the hand-off of a prompt of 40 blocks, the longest that engine.n_blocks,"
+        " deployment.edge.prompt_tokens and the model allow, got 250000 with room for ",
+    ),
     "what the model decides": ("store: {block_bytes: 5}", "unknown key store.block_bytes"),
     "router": ("router: {port: 70000}", "router: port must lie between 0 and 65535, got 70000"),
     "keep without a decoder half": (
@@ -320,3 +339,20 @@ def test_a_checkpoint_gives_sizes_and_tokenizer(tmp_path: Path) -> None:
         read_config("deployment: {model: a, checkpoint: /weights, seed: 3}", "x")
     with pytest.raises(ConfigError, match="deployment: checkpoint must be an absolute path"):
         read_config("deployment: {checkpoint: weights}", "x")
+
+
+def test_the_arena_that_is_asked_for_is_enough(tmp_path: Path) -> None:
+    """The bytes that the refusal names are accepted, less one block is not; without prefill
+    replicas nothing is handed over."""
+    run = RunDir(tmp_path, "local")
+    run.create()
+    text = "engine: {n_blocks: 40}\nstore: {arena_bytes: %d}\n"
+    with pytest.raises(ConfigError) as refused:
+        read_config(text % 500_000, "x.yaml").check(run)
+    found = re.search(r"at least (\d+) for the hand-off", refused.value.message)
+    assert found is not None
+    least = int(found[1])
+    read_config(text % least, "x.yaml").check(run)
+    with pytest.raises(ConfigError, match="for the hand-off of a prompt of 40 blocks"):
+        read_config(text % (least - least // 40), "x.yaml").check(run)
+    read_config(text % 500_000 + "pools: {prefill: 0}", "x.yaml").check(run)

@@ -301,3 +301,38 @@ def test_in_the_foreground_ctrl_c_ends_everything(short_temp: Path) -> None:
     assert f"at {state.url}" in out and "curl -N" in out and run.api_key("local") in out
     assert "stopped; no process is left" in err
     assert run_members(state) == []
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_start_that_is_interrupted_leaves_nothing_running(
+    short_temp: Path, number: signal.Signals
+) -> None:
+    """In the background too: the leader is in a session of its own and would go on starting."""
+    run = RunDir(short_temp, "plain")
+    path = write(run, 0)
+    path.write_text(path.read_text() + "processes: one\npools: {decode: 1}\n")
+    process = subprocess.Popen(
+        [HEADRACE, "up", str(path)],
+        env={**os.environ, "HEADRACE_HOME": str(short_temp), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        assert process.stderr is not None
+        said = ""
+        while "starting the embedded Valkey" not in said:
+            said += (line := process.stderr.readline())
+            assert line, said
+        state = run.read_state()
+        assert state is not None and state.phase == Phase.STARTING
+        assert state.pid in {member.pid for member in run_members(state)}
+        process.send_signal(number)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert "stopped; no process is left" in said
+    assert run_members(state) == []
+    ended = run.read_state()
+    assert ended is not None and ended.phase == Phase.STOPPED
