@@ -6,15 +6,16 @@ same (probe, cell, number) is the same question on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from random import Random
 
 import numpy as np
 
+from headrace.core.chain import BLOCK_TOKENS
 from headrace.model import package_tokenizer
 from headrace.model.training import recall, scenes, talk
-from headrace.model.training.chat import IMAGE, Turn
+from headrace.model.training.chat import ANSWER, IMAGE, Turn, prompt_text
 from headrace.model.training.recall import Task
 
 SEED = 4_242  # no training batch has it
@@ -37,7 +38,14 @@ class Case:
 
 _TOKENIZER = package_tokenizer(4096)
 _FACTS = talk.Facts(_TOKENIZER)
-_FILLER_IDS = _TOKENIZER.encode(_FILLER, add_special_tokens=False).ids
+
+
+def _ids(text: str) -> list[int]:
+    return list(_TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+_N_AFTER_USER = len(_ids(ANSWER))
+_FILLER_IDS = _ids(_FILLER)
 
 
 def fill(rng: Random, n_tokens: int) -> str:
@@ -45,6 +53,25 @@ def fill(rng: Random, n_tokens: int) -> str:
     start = rng.randrange(len(_FILLER_IDS))
     ids = [_FILLER_IDS[(start + k) % len(_FILLER_IDS)] for k in range(n_tokens)]
     return str(_TOKENIZER.decode(ids)).strip()
+
+
+def _edge(rng: Random, distance: int) -> Task:
+    """Two codes; the second one is asked for, its last digit `distance` tokens before the prompt's
+    end. What stands before it is long enough for stored blocks and a hand-off."""
+    first, key = recall.keys(rng, 2)
+    begin = recall.REMEMBER + recall.planted(first, recall.digits(rng, 4))
+    begin += fill(rng, 300 + rng.randrange(BLOCK_TOKENS)) + "\n"
+    code = recall.digits(rng, 4)
+    clue, last = recall.planted(key, code), recall.code_turn(key, code)
+    to_digit = len(_ids(prompt_text([Turn(begin + clue.rstrip(".\n"), "")]))) - _N_AFTER_USER
+    seed = rng.random()
+    # Filler that is cut anywhere may make a token more or less.
+    for n in range(max(0, distance - 30), distance):
+        text = f"{begin}{clue}{fill(Random(seed), n)}\n\n{last.user}"
+        task = Task((Turn(text, last.answer),))
+        if len(_ids(prompt_text(task.turns))) - to_digit == distance:
+            return task
+    raise ValueError(f"distance: found {distance}, too short for the question")
 
 
 def _joined(task: Task) -> Task:
@@ -62,12 +89,12 @@ TEXT_PROBES: dict[str, tuple[str, tuple[int, ...], Maker]] = {
     "P1": (
         "far recall, tokens between code and question",
         (32, 128, 512, 1024, 1700),
-        lambda r, n: recall.far(r, fill, [n]),
+        lambda r, n: recall.far(r, fill, [n], begin=recall.REMEMBER),
     ),
     "P2": (
-        "edges: the clue at window, grain and keep borders",
+        "edges: the clue at window, keep and grain borders, tokens before the prompt's end",
         (40, 63, 64, 65, 75, 76, 77, 127, 128, 129),
-        lambda r, n: recall.far(r, fill, [n - 12]),
+        _edge,
     ),
     "P3": ("near copy, words", (5, 20, 50), lambda r, n: recall.near(r, n)),
     "P4": ("table, pairs", (16, 64, 150), lambda r, n: recall.table(r, n)),
@@ -75,7 +102,7 @@ TEXT_PROBES: dict[str, tuple[str, tuple[int, ...], Maker]] = {
     "P6": (
         "turns of a growing talk",
         (2, 4, 6),
-        lambda r, n: recall.growth(r, fill, n, 200),
+        lambda r, n: recall.growth(r, fill, n, 300),
     ),
     "P8": (
         "arithmetic, digits",
@@ -99,18 +126,41 @@ def text_cases(per_cell: int, probes: tuple[str, ...] = tuple(TEXT_PROBES)) -> l
 
 
 def branch_cases(per_cell: int) -> list[Case]:
-    """P7: one prefix, two endings that set one value differently."""
+    """P7: one prefix of some 380 tokens, two endings that set one value differently."""
     cases = []
     for number in range(per_cell):
         rng = Random(f"{SEED}:P7:{number}")
-        key, other = recall.keys(rng, 2)
-        first = f"Set {key} to {recall.digits(rng, 2)}.\nSet {other} to {recall.digits(rng, 2)}.\n"
-        for branch in "ab":
-            value = recall.digits(rng, 2)
-            text = f"{first}{fill(Random(number), 60)}\nSet {key} to {value}."
+        known = recall.keys(rng, 4)
+        lines = [f"Set {rng.choice(known)} to {recall.digits(rng, 2)}." for _ in range(40)]
+        key = known[0]
+        for branch, value in zip("ab", rng.sample(range(10, 100), 2), strict=True):
+            text = "\n".join([*lines, f"Set {key} to {value}."])
             turn = Turn(f"{text}\n\nWhat is {key} now?", f"{key} is {value}.")
             cases.append(Case("P7", branch, number, Task((turn,))))
     return cases
+
+
+_BETWEEN = (
+    Turn("My name is Ruth.", "Nice to meet you, Ruth."),
+    Turn("I live in Paris.", "Paris is a fine place."),
+    Turn("My favourite colour is black.", "I will remember that you like black."),
+    Turn("I have a horse.", "A horse is a good friend."),
+    Turn("I like to eat bread.", "Bread sounds good."),
+    Turn(
+        "Who are you?",
+        "I am Headrace, a very small model. I tell stories and remember what you say.",
+    ),
+    Turn("What is my name?", "Your name is Ruth."),
+    Turn("What is my favourite colour?", "Your favourite colour is black."),
+    Turn("Where do I live?", "You live in Paris."),
+)
+
+
+def _swapped(caption: str) -> Task:
+    """A picture, talk of two blocks about other things, and at the end what the picture shows: the
+    same text for every picture of one shape."""
+    first = Turn(f"{IMAGE}\n\nHow many shapes are there?", "One.")
+    return Task((first, *_BETWEEN, Turn("What is in the picture?", caption)))
 
 
 def picture_cases(per_cell: int) -> list[Case]:
@@ -138,6 +188,16 @@ def picture_cases(per_cell: int) -> list[Case]:
         cases.append(Case("P12", "digits", number, Task((turn,)), pixels))
         for swap in "ab":
             item = scenes.make_scene(rng, n_items=1)
-            turn = Turn(f"{IMAGE}\n\nWhat is in the picture?", item.caption)
-            cases.append(Case("P13", swap, number, Task((turn,)), item.pixels))
+            cases.append(Case("P13", swap, number, _swapped(item.caption), item.pixels))
+    return cases
+
+
+def all_cases(per_cell: int, probes: Collection[str] = ()) -> list[Case]:
+    """Of all probes, or of those named."""
+    wanted = set(probes) or {*TEXT_PROBES, "P7", "P12", "P13"}
+    cases = text_cases(per_cell, tuple(p for p in TEXT_PROBES if p in wanted))
+    if "P7" in wanted:
+        cases += branch_cases(per_cell)
+    if wanted & {"P12", "P13"}:
+        cases += [case for case in picture_cases(per_cell) if case.probe in wanted]
     return cases

@@ -1,12 +1,13 @@
 """Ask the probes: of the forward without caches, of the engine, or of a server; print a table.
 
-    python bench/probes/run.py --model demo --cases 20 --out probes.json          # no caches
-    python bench/probes/run.py --model demo --cases 4 --engine                    # the `all` engine
-    python bench/probes/run.py --url http://127.0.0.1:8000/v1 --key KEY --cases 4 # any server
+    python bench/probes/run.py --cases 20 --out probes.json            # no caches
+    python bench/probes/run.py --cases 100 --engine                    # the `all` engine
+    python bench/probes/run.py --url http://127.0.0.1:8000/v1 --key KEY --cases 4   # any server
 
 Without caches one forward over prompt and answer decides: greedy decoding gives exactly the wanted
 answer iff every token of it is the most likely one after those before. `--engine` and `--url`
-generate, and compare with what the forward says of the same case.
+generate; `--forward` beside them says in how many cases the forward judges as they answered.
+`--out` is written after every cell.
 """
 
 from __future__ import annotations
@@ -14,180 +15,143 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import urllib.error
 import urllib.request
 from base64 import b64encode
-from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
+from typing import Protocol
 
-import numpy as np
 import torch
-from grid import Case, branch_cases, picture_cases, text_cases
+from forward import Forward
+from grid import Case, all_cases
+from PIL import Image
 
-from headrace.core.request import Sampling
-from headrace.model import ModelConfig, package_tokenizer
-from headrace.model.checkpoint import Checkpoint, Selection
-from headrace.model.config import checkpoint_folder
-from headrace.model.training.attend import Attend, Masks
-from headrace.model.training.chat import Encoder, conversation
-from headrace.model.training.data import Corpus, Mixer, span_tokens
-from headrace.model.training.net import Net, Texts
-from headrace.model.training.tower import picture_rows
-from headrace.model.training.weights import Used, build_stacks, stack_tensors
+from headrace.model.training.chat import IMAGE
+
+ANSWER_TOKENS = 160
+DEADLINE_S = 300
 
 
-class Forward:
-    """The checkpoint's weights in the forward without caches, float32, selection on."""
+class Asked(Protocol):
+    """Whether each case was answered word for word."""
 
-    def __init__(self, model: str, *, without_engram: bool = False) -> None:
-        folder = checkpoint_folder(model)
-        if folder is None:
-            raise SystemExit(f"{model} names no checkpoint")
-        self.config = ModelConfig.load(model)
-        stacks = build_stacks(self.config)
-        with Checkpoint.open(folder, Selection.FULL) as checkpoint:
-            tensors = dict(checkpoint.tensors(torch.float32, None))
-        if without_engram:
-            tensors = {
-                k: torch.zeros_like(v) if k.endswith("engram.embed.weight") else v
-                for k, v in tensors.items()
-            }
-        self.used = Used(stacks, stack_tensors(stacks, tensors), torch.float32, rounded=False)
-        self.net = Net(self.config, Attend(self.config))
-        self.mixer = Mixer(self.config, Corpus(None), seed=0, batch=1, length=64)
-        tokenizer = package_tokenizer(self.config.vocab_size)
-        self.encoder = Encoder(tokenizer, self.config.image_token_id, span_tokens(self.config))
-
-    @torch.no_grad()
-    def logits(self, ids: np.ndarray, picture: np.ndarray | None) -> torch.Tensor:
-        """[n, vocab] of one text."""
-        n = len(ids) + -len(ids) % 8
-        padded = np.full(n, self.config.pad_token_id, np.int64)
-        padded[: len(ids)] = ids
-        positions = np.arange(n)[None]
-        image = (padded == self.config.image_token_id)[None]
-        document = torch.ones((1, n), dtype=torch.int32)
-        rows, places = torch.zeros(0), torch.zeros((0, 1), dtype=torch.int64)
-        if picture is not None:
-            rows = picture_rows(self.used, self.config, torch.from_numpy(picture)[None])
-            places = torch.from_numpy(np.flatnonzero(image[0]))[None]
-        texts = Texts(
-            ids=torch.from_numpy(padded)[None],
-            positions=torch.from_numpy(positions),
-            document=document,
-            history=document,
-            image=torch.from_numpy(image),
-            engram_rows=torch.from_numpy(self.mixer.engram_rows(padded[None], positions, image)),
-            pictures=torch.zeros(0),
-            picture_places=places,
-        )
-        masks = Masks(document, document, torch.arange(1))
-        out = self.net.forward(self.used, texts, masks, rows, selecting=True)
-        return out.hidden[: len(ids)] @ self.used["head.weight"].T
-
-    def judge(self, case: Case) -> bool:
-        """Whether greedy decoding answers word for word."""
-        document = conversation(case.task.turns, case.task.system)
-        ids, _ = self.encoder.encode(document)
-        answer = self.encoder.ids(str(document.pieces[-1].content))
-        logits = self.logits(ids, case.picture)
-        said = logits[len(ids) - len(answer) - 1 : -1].argmax(-1)
-        return said.tolist() == answer
+    def right(self, cases: Sequence[Case]) -> list[bool]: ...
 
 
 class EngineRun:
-    """The `all` engine: caches, blocks, quantised KV. Texts only."""
+    """The `all` engine: caches, blocks, quantised KV; nothing stored."""
 
     def __init__(self, model: str, numerics: str) -> None:
-        from headrace.engine.llm import LLM
+        from pools import Pools
 
-        self.llm = LLM(model, numerics=numerics)
+        self._pools = Pools(model, numerics)
+        self._keep_tokens = self._pools.geometry.keep_for(0)
 
-    def answer(self, case: Case) -> str:
-        document = conversation(case.task.turns, case.task.system)
-        prompt = "".join(str(piece.content) for piece in document.pieces[:-1])
-        ids = self.llm.tokenizer.encode(prompt, add_special_tokens=False).ids
-        done = self.llm.generate([ids], Sampling(temperature=0.0), max_tokens=160)[0]
-        return str(self.llm.tokenizer.decode(list(done.token_ids), skip_special_tokens=False))
+    def right(self, cases: Sequence[Case]) -> list[bool]:
+        prompts = [self._pools.prompts(case)[-1] for case in cases]
+        answers = self._pools.cold(prompts, self._keep_tokens)
+        return [self._pools.right(p, a) for p, a in zip(prompts, answers, strict=True)]
 
 
 class ServerRun:
     """Any OpenAI-compatible server."""
 
-    def __init__(self, url: str, key: str, model: str) -> None:
-        self.url, self.key, self.model = url.rstrip("/"), key, model
+    def __init__(self, url: str, key: str, model: str, at_once: int) -> None:
+        self._url, self._key, self._model = url.rstrip("/"), key, model
+        self._threads = ThreadPoolExecutor(at_once)
+
+    def right(self, cases: Sequence[Case]) -> list[bool]:
+        answers = self._threads.map(self.answer, cases)
+        return [a == case.task.answer for a, case in zip(answers, cases, strict=True)]
 
     def answer(self, case: Case) -> str:
         messages: list[dict[str, object]] = []
         if case.task.system:
             messages.append({"role": "system", "content": case.task.system})
         for turn in case.task.turns:
-            messages.append({"role": "user", "content": self._content(str(turn.user), case)})
+            messages.append({"role": "user", "content": content(str(turn.user), case)})
             messages.append({"role": "assistant", "content": turn.answer})
-        body = {"model": self.model, "messages": messages[:-1], "temperature": 0, "max_tokens": 160}
+        body = {
+            "model": self._model,
+            "messages": messages[:-1],
+            "temperature": 0,
+            "max_tokens": ANSWER_TOKENS,
+        }
         request = urllib.request.Request(
-            f"{self.url}/chat/completions",
+            f"{self._url}/chat/completions",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"},
+            {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"},
         )
-        with urllib.request.urlopen(request, timeout=300) as response:
-            return str(json.load(response)["choices"][0]["message"]["content"])
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+                return str(json.load(response)["choices"][0]["message"]["content"])
+        except urllib.error.HTTPError as error:
+            said = error.read(400).decode(errors="replace")
+            raise SystemExit(f"{case.probe} {case.cell}: {error.code} {said}") from None
+        except urllib.error.URLError as error:
+            raise SystemExit(f"{self._url} does not answer: {error.reason}") from None
 
-    def _content(self, text: str, case: Case) -> object:
-        if case.picture is None or not text.startswith("<｜image｜>"):
-            return text
-        from PIL import Image
 
-        file = BytesIO()
-        Image.fromarray(case.picture).save(file, "PNG")
-        url = "data:image/png;base64," + b64encode(file.getvalue()).decode()
-        words = text.removeprefix("<｜image｜>\n\n")
-        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": words}]
-        return parts
+def content(text: str, case: Case) -> object:
+    """A user's words as the API takes them, the case's picture where the text has its mark."""
+    if case.picture is None or not text.startswith(IMAGE):
+        return text
+    file = BytesIO()
+    Image.fromarray(case.picture).save(file, "PNG")
+    url = "data:image/png;base64," + b64encode(file.getvalue()).decode()
+    words = text.removeprefix(f"{IMAGE}\n\n")
+    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": words}]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="ask the probes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--cases", type=int, default=20, help="of each cell")
-    parser.add_argument("--probes", default="", help="P1,P4: only these")
-    parser.add_argument("--engine", action="store_true")
-    parser.add_argument("--numerics", default="fast")
-    parser.add_argument("--url")
-    parser.add_argument("--key", default="")
-    parser.add_argument("--without-engram", action="store_true", help="tables of zeros")
+    parser.add_argument("--probes", nargs="*", default=[], help="P1 P4: only these")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--engine", action="store_true", help="the `all` engine in this process")
+    way.add_argument("--url", help="a server, e.g. http://127.0.0.1:8000/v1")
+    parser.add_argument("--numerics", default="fast", help="of --engine: fast or invariant")
+    parser.add_argument("--key", default="", help="of --url")
+    parser.add_argument("--at-once", type=int, default=2, help="requests of --url under way")
+    parser.add_argument("--forward", action="store_true", help="judge by the forward as well")
+    parser.add_argument("--without-engram", action="store_true", help="forward: tables of zeros")
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
-    cases = text_cases(a.cases) + branch_cases(a.cases)
-    if not a.engine:  # it is given token ids, so no pictures
-        cases += picture_cases(a.cases)
-    wanted = set(filter(None, a.probes.split(",")))
-    cases = [c for c in cases if not wanted or c.probe in wanted]
-    forward = Forward(a.model, without_engram=a.without_engram)
-    run: EngineRun | ServerRun | None = None
+    torch.set_num_threads(1)
+    cells: dict[tuple[str, str], list[Case]] = {}
+    for case in all_cases(a.cases, a.probes):
+        cells.setdefault((case.probe, case.cell), []).append(case)
+    asked: Asked | None = None
     if a.engine:
-        run = EngineRun(a.model, a.numerics)
+        asked = EngineRun(a.model, a.numerics)
     elif a.url:
-        run = ServerRun(a.url, a.key, a.model)
-    cells: dict[str, dict[str, list[tuple[bool, bool]]]] = defaultdict(lambda: defaultdict(list))
-    began = time.monotonic()
-    for case in cases:
-        alone = forward.judge(case)
-        good = alone if run is None else run.answer(case) == case.task.answer
-        cells[case.probe][case.cell].append((good, alone))
-        if a.out:  # after every case: a run that is ended leaves what it has seen
-            counted = {
-                p: {c: [sum(g for g, _ in r), sum(w for _, w in r), len(r)] for c, r in own.items()}
-                for p, own in cells.items()
-            }
-            a.out.write_text(json.dumps(counted, indent=1) + "\n", "utf-8")
-    for probe, own in cells.items():
-        for cell, results in own.items():
-            right, same = sum(g for g, _ in results), sum(g == w for g, w in results)
-            print(
-                f"{probe:4} {cell:>8}  right {right}/{len(results)}  as forward {same}", flush=True
-            )
-    print(f"{len(cases)} cases in {time.monotonic() - began:.0f} s")
+        asked = ServerRun(a.url, a.key, a.model, a.at_once)
+    forward = None
+    if asked is None or a.forward:
+        forward = Forward(a.model, without_engram=a.without_engram)
+    began, rows = time.monotonic(), []
+    for number, ((probe, cell), own) in enumerate(cells.items(), 1):
+        judged = None if forward is None else [forward.judge(case) for case in own]
+        right = judged if asked is None else asked.right(own)
+        assert right is not None
+        row: dict[str, object] = {"probe": probe, "cell": cell, "n": len(own), "right": sum(right)}
+        if judged is not None and asked is not None:
+            row["as_forward"] = sum(x == y for x, y in zip(right, judged, strict=True))
+        rows.append(row)
+        if a.out:
+            a.out.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+        same = f"  as forward {row['as_forward']}" if "as_forward" in row else ""
+        print(
+            f"{probe:4} {cell:>8}  right {row['right']}/{row['n']}{same}"
+            f"    ({number} of {len(cells)} cells, {time.monotonic() - began:.0f} s)",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -167,11 +167,8 @@ class Mixer(IterableDataset[dict[str, torch.Tensor]]):
         size = int(math.exp(rng.uniform(math.log(40), math.log(max(60, room - 60)))))
         kind = rng.random()
         if kind < 0.30:
-            n = rng.randint(1, max(1, min(8, size // 30)))
-            borders = sorted(rng.randint(0, size) for _ in range(n))
-            gaps = [b - a for a, b in zip(borders, [*borders[1:], size], strict=True)]
-            gaps = [max(0, gap - 20) for gap in gaps]
-            return recall.far(rng, self.fill, gaps, rng.randint(1, n))
+            gaps = self._gaps(rng, size)
+            return recall.far(rng, self.fill, gaps, rng.randint(1, len(gaps)))
         if kind < 0.42:
             return recall.near(rng, min(size // 2, rng.randint(3, 60)))
         if kind < 0.66:
@@ -184,7 +181,15 @@ class Mixer(IterableDataset[dict[str, torch.Tensor]]):
         if kind < 0.95:
             turns = rng.randint(2, 6)
             return recall.growth(rng, self.fill, turns, max(1, size // turns))
-        return recall.unknown(rng, self.fill, size)
+        return recall.unknown(rng, self.fill, self._gaps(rng, size))
+
+    @staticmethod
+    def _gaps(rng: Random, size: int) -> list[int]:
+        """Tokens of filler after each of one to eight codes, in a text of about `size`."""
+        n = rng.randint(1, max(1, min(8, size // 30)))
+        borders = sorted(rng.randint(0, size) for _ in range(n))
+        gaps = [b - a for a, b in zip(borders, [*borders[1:], size], strict=True)]
+        return [max(0, gap - 20) for gap in gaps]
 
     def _picture(self, rng: Random, room: int) -> Document:
         scene = scenes.make_scene(rng)

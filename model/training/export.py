@@ -3,6 +3,8 @@
     python -m headrace.model.training.export --config CONFIG.json --weights FOLDER \
         --drafter FILE.safetensors --out configs/models/demo
 
+`--weights` may be that checkpoint itself, to change its drafter alone.
+
 Experts become MXFP4, dense matrices and Engram tables FP8, the rest stays BF16 or F32. `--out` is
 replaced as a whole.
 """
@@ -20,7 +22,12 @@ from safetensors.torch import load_file
 from headrace.model.checkpoint import Selection, read_config, write_values
 from headrace.model.errors import ConfigError
 from headrace.model.named import package_tokenizer
-from headrace.model.training.weights import build_stacks, start_weights, unstack
+from headrace.model.training.weights import (
+    build_stacks,
+    load_folder,
+    start_weights,
+    unstack,
+)
 
 NOTICE = """These weights were trained by the programs of headrace/model/training and are under
 Headrace's licence (Apache-2.0). Part of what they were trained on are texts of others, which they
@@ -47,24 +54,24 @@ SHARD_BYTES = 4 << 20  # so that a drafter trained anew changes a small file
 def trained_tensors(
     config_file: Path, weights: Path, drafter: Path | None, seed: int = 1
 ) -> dict[str, torch.Tensor]:
-    """All tensors of the release by name; the drafter's are untrained without a file of them."""
+    """All tensors of the release by name, from a training run's folder or a checkpoint's. `drafter`
+    replaces the drafter's; without it and where the folder has none they are untrained."""
     release = read_config(json.loads(config_file.read_text("utf-8")))
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(weights.glob("weights-*.safetensors")):
-        tensors |= {name: value.float() for name, value in load_file(file).items()}
     stacks = {p: s for p, s in build_stacks(release.model).items() if p.startswith("mtp.")}
     start = unstack(stacks, start_weights(stacks, release.model, seed))
     found = {} if drafter is None else load_file(drafter)
-    tensors |= start | {name: value.float() for name, value in found.items()}
-    return tensors
+    trained = {name: value.float() for name, value in found.items()}
+    return start | load_folder(weights) | trained
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="write the demo checkpoint")
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--weights", type=Path, required=True)
-    parser.add_argument("--drafter", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--weights", type=Path, required=True, help="a training run's --out, or a checkpoint"
+    )
+    parser.add_argument("--drafter", type=Path, help="a run's drafter.safetensors")
+    parser.add_argument("--out", type=Path, required=True, help="replaced as a whole")
     a = parser.parse_args()
     release = read_config(json.loads(a.config.read_text("utf-8")))
     if release.quantisation is None:

@@ -48,34 +48,55 @@ def digits(rng: Random, count: int) -> str:
     return "".join(rng.choice("0123456789") for _ in range(count))
 
 
-def _code_turn(key: str, code: str) -> Turn:
+REMEMBER = "Read this and remember the codes.\n\n"
+
+
+def planted(key: str, code: str) -> str:
+    """The line that tells a code."""
+    return f"The code of the {key} is {code}.\n"
+
+
+def code_turn(key: str, code: str) -> Turn:
     return Turn(f"What is the code of the {key}?", f"The code of the {key} is {code}.")
 
 
-def far(rng: Random, fill: Fill, gaps: Sequence[int], asked: int = 1) -> Task:
-    """Codes planted before gaps[0], gaps[1], ... tokens of filler; `asked` of them are asked for,
-    the first planted one last."""
-    names = keys(rng, len(gaps))
+def _begin(rng: Random) -> str:
+    """How a text of codes opens. One law for codes that are there and codes that are not: a model
+    learns whatever tells the two apart, the opening too."""
+    return rng.choice((REMEMBER, REMEMBER, ""))
+
+
+def _text_of_codes(
+    rng: Random, fill: Fill, names: Sequence[str], gaps: Sequence[int], begin: str | None
+) -> tuple[list[str | Sequence[int]], dict[str, str]]:
+    """(parts, codes) of a text that tells the code of each name, gaps[i] tokens of filler after."""
     codes = {key: digits(rng, 4) for key in names}
-    parts: list[str | Sequence[int]] = ["Read this and remember the codes.\n\n"]
+    parts: list[str | Sequence[int]] = [_begin(rng) if begin is None else begin]
     for key, gap in zip(names, gaps, strict=True):
-        parts.append(f"The code of the {key} is {codes[key]}.\n")
+        parts.append(planted(key, codes[key]))
         if gap:
             parts += [fill(rng, gap), "\n"]
+    return parts, codes
+
+
+def far(
+    rng: Random, fill: Fill, gaps: Sequence[int], asked: int = 1, begin: str | None = None
+) -> Task:
+    """Codes planted before gaps[0], gaps[1], ... tokens of filler; `asked` of them are asked for,
+    the first planted one last. `begin`: the opening, drawn where there is none."""
+    names = keys(rng, len(gaps))
+    parts, codes = _text_of_codes(rng, fill, names, gaps, begin)
     order = rng.sample(names[1:], min(asked, len(names)) - 1) + [names[0]]
-    questions = [_code_turn(key, codes[key]) for key in order]
+    questions = [code_turn(key, codes[key]) for key in order]
     parts.append("\n" + str(questions[0].user))
     return Task((Turn(parts, questions[0].answer), *questions[1:]))
 
 
-def unknown(rng: Random, fill: Fill, gap: int) -> Task:
-    """One code is planted, another is asked for."""
-    known, other = keys(rng, 2)
-    parts = [
-        f"The code of the {known} is {digits(rng, 4)}.\n",
-        fill(rng, gap),
-        f"\n\nWhat is the code of the {other}?",
-    ]
+def unknown(rng: Random, fill: Fill, gaps: Sequence[int]) -> Task:
+    """As `far`, and another code is asked for."""
+    *names, other = keys(rng, len(gaps) + 1)
+    parts, _ = _text_of_codes(rng, fill, names, gaps, None)
+    parts.append("\n" + str(code_turn(other, "").user))
     return Task((Turn(parts, f"I do not know the code of the {other}."),))
 
 
@@ -127,7 +148,7 @@ def growth(rng: Random, fill: Fill, turns: int, longest: int) -> Task:
         text = [f"The code of the {key} is {codes[key]}."]
         said.append(Turn([*text, "\n", fill(rng, gap)] if gap else text[0], "Noted."))
     asked = [names[-1], names[0]]
-    return Task((*said, *(_code_turn(key, codes[key]) for key in asked)))
+    return Task((*said, *(code_turn(key, codes[key]) for key in asked)))
 
 
 def arithmetic(rng: Random, asked: int = 1, most_digits: int = 3) -> Task:

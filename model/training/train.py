@@ -104,7 +104,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--pictures", type=int, default=2, help="pictures a row")
-    parser.add_argument("--resume", type=Path, help="a state, or a folder of weights")
+    parser.add_argument(
+        "--resume", type=Path, help="a state, or a folder: a run's --out, or a checkpoint"
+    )
     parser.add_argument(
         "--cache", type=Path, help="compiled code of an earlier run; written if absent"
     )

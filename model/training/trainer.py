@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from headrace.model.config import ModelConfig
@@ -22,6 +22,7 @@ from headrace.model.training.weights import (
     Stack,
     Used,
     build_stacks,
+    load_folder,
     stack_tensors,
     start_weights,
     unstack,
@@ -233,12 +234,9 @@ class Trainer:
             torch.save(state, state_file)
 
     def resume(self, path: Path) -> None:
-        """From `state.pt`, or from a folder of weights (then the optimiser starts anew)."""
+        """From a state file, or a folder as `load_folder` takes (the optimiser starts anew)."""
         if path.is_dir():
-            named: dict[str, torch.Tensor] = {}
-            for file in sorted(path.glob("weights-*.safetensors")):
-                named |= load_file(file)
-            restored = stack_tensors(self.stacks, named)
+            restored = stack_tensors(self.stacks, load_folder(path))
         else:
             state = torch.load(path, map_location=self.device, weights_only=True)
             restored, self.step, self.tokens = state["values"], state["step"], state["tokens"]

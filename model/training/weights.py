@@ -11,13 +11,18 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
+from headrace.model.checkpoint import Checkpoint, Selection
 from headrace.model.checkpoint.encoding import Encoding
 from headrace.model.checkpoint.names import tensor_table
 from headrace.model.checkpoint.release import Quantisation
+from headrace.model.checkpoint.shards import CONFIG_NAME
 from headrace.model.config import ModelConfig
+from headrace.model.errors import ConfigError
 from headrace.model.training import fake
 
 _NUMBER = re.compile(r"\.(\d+)\.")
@@ -141,6 +146,22 @@ def unstack(
         for p, value in values.items()
         for name, part in zip(stacks[p].names, value.unbind(0), strict=True)
     }
+
+
+def load_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """Checkpoint name -> float32 values of a training run's weights files, or of a whole
+    checkpoint. What a checkpoint stores in few bits rounds to the same bits again, so training and
+    exporting can go on from either. Raises `ConfigError` for a folder of neither."""
+    files = sorted(folder.glob("weights-*.safetensors"))
+    if files:
+        return {name: value.float() for file in files for name, value in load_file(file).items()}
+    if not (folder / CONFIG_NAME).is_file():
+        raise ConfigError(
+            f"{folder}: found neither weights-*.safetensors nor {CONFIG_NAME}; wanted the --out of"
+            " a training run or a checkpoint such as configs/models/demo"
+        )
+    with Checkpoint.open(folder, Selection.FULL) as checkpoint:
+        return dict(checkpoint.tensors(torch.float32))
 
 
 class Used:
