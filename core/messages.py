@@ -122,12 +122,14 @@ class PrefillDone:
 @dataclass(frozen=True, slots=True)
 class JobFailed:
     """The sender gave `key` up. `code` is one of errors.ERRORS_BY_CODE; `retryable` says whether
-    another attempt elsewhere may succeed."""
+    another attempt elsewhere may succeed. `picture`, from vision: the one of the job's that it is
+    about; None concerns all."""
 
     key: JobKey
     code: str
     message: str
     retryable: bool
+    picture: Digest | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from headrace.kvstore import IndexReader, Kind
 from headrace.router.attempt import Attempt
 from headrace.router.blame import charge_loss
 from headrace.router.ledger import Ledger
+from headrace.router.pictures import PictureFile
 from headrace.router.replicas import Replica, Replicas
 from headrace.router.requests import Ticket
 from headrace.router.room import Rooms, Witness
@@ -150,7 +151,7 @@ class Desk:
         card: ModelCard,
         record: RequestRecord,
         arrived_s: float,
-        files: Mapping[Digest, bytes] | None = None,
+        files: Mapping[Digest, PictureFile] | None = None,
     ) -> Ticket:
         """A ticket for a checked and tokenised request; from here on it has one terminal event.
         `card` is the model that it was made for, `files` are its pictures by the digests of its
@@ -232,7 +233,9 @@ class Desk:
         ticket, attempt = self._attempt(message.key)
         if replica.role is Role.VISION:
             error = _picture_error(message)
-            if ticket is None or not ticket.sight.failed(replica, error, message.key):
+            if ticket is None or not ticket.sight.failed(
+                replica, error, message.key, message.picture
+            ):
                 self.late["job_failed"] += 1
             return
         blamed = attempt.to_blame(replica, message.key) if attempt is not None else None

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from urllib.parse import unquote_to_bytes
 
 from headrace.core.card import VisionCard
 from headrace.core.chain import TokenIds
@@ -31,8 +32,9 @@ from headrace.router.jsonbody import Json
 
 IMAGE_KINDS = frozenset({"image_url", "input_image", "image"})
 DETAILS = (None, "auto", "high")  # one resolution is offered
-_HEAD = re.compile(r"data:image/[a-z0-9.+-]{1,64}((?:;[a-z0-9=.+-]{1,64}){0,4});base64,", re.I)
+_HEAD = re.compile(r"data:image/[a-z0-9.+-]{1,64}((?:;[a-z0-9=.+-]{1,64}){0,4});[ ]*base64,", re.I)
 # What the protocol library is given instead of a picture: it needs to know of one, not its bytes.
+_NO_SPACE = dict.fromkeys(map(ord, "\t\n\f\r "))
 _STAND_IN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 Urls: TypeAlias = Sequence[tuple[str, str]]  # (place in the request, URL)
@@ -56,7 +58,7 @@ class Placed:
 
     token_ids: TokenIds
     spans: tuple[ImageSpan, ...] = ()
-    files: Mapping[Digest, bytes] | None = None
+    files: Mapping[Digest, PictureFile] | None = None
 
 
 def read_image_part(part: Json, where: str, schemes: Schemes = DATA_ONLY) -> Json:
@@ -118,19 +120,25 @@ def open_files(
 
 
 def _decode(param: str, url: str, limits: ImageLimits) -> bytes:
+    """The bytes of a data URL: percent-encoding undone, then forgiving base64 (WHATWG Infra), in
+    which ASCII whitespace counts for nothing and padding may be left out."""
     head = _HEAD.match(url)
     if head is None:
         raise InvalidRequest(
             "an image must be given as data:image/<type>;base64,<data>", param=param
         )
-    n_bytes = (len(url) - head.end()) * 3 // 4
+    data = url[head.end() :]
+    if "%" in data:
+        data = unquote_to_bytes(data).decode("latin-1")
+    data = data.translate(_NO_SPACE).removesuffix("=").removesuffix("=")
+    n_bytes = len(data) * 3 // 4
     if n_bytes > limits.file_bytes + 2:
         raise LimitExceeded(
             f"an image file is limited to {limits.file_bytes} bytes, got about {n_bytes}",
             param=param,
         )
     try:
-        return base64.b64decode(url[head.end() :], validate=True)
+        return base64.b64decode(data + "=" * (-len(data) % 4), validate=True)
     except (binascii.Error, ValueError):
         raise InvalidRequest("the image's data is not base64", param=param) from None
 
@@ -146,7 +154,7 @@ def place_pictures(
 
     Raises `InvalidRequest` for a size that does not fit, or another number of placeholders."""
     images: list[tuple[int, Digest]] = []
-    by_digest: dict[Digest, bytes] = {}
+    by_digest: dict[Digest, PictureFile] = {}
     for file in files:
         header = file.header
         grid = resized_grid(header.width, header.height, vision.geometry, param=file.param)
@@ -158,7 +166,7 @@ def place_pictures(
             root=root,
         )
         images.append((grid.n_tokens, digest))
-        by_digest[digest] = file.data
+        by_digest.setdefault(digest, file)  # of equal ones messages name the first
     expanded = expand_placeholders(token_ids, image_token_id, images)
     return Placed(expanded.token_ids, expanded.spans, by_digest)
 

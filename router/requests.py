@@ -46,6 +46,7 @@ from headrace.router.accounts import note_decode, note_prefill
 from headrace.router.attempt import Attempt
 from headrace.router.blame import Suspicion
 from headrace.router.dispatch import Dispatch
+from headrace.router.pictures import PictureFile
 from headrace.router.pieces import Arrival, Piece, Trouble
 from headrace.router.replicas import Replica
 from headrace.router.sight import Sight
@@ -68,7 +69,7 @@ class Ticket:
         card: ModelCard,
         record: RequestRecord,
         arrived_s: float,
-        files: Mapping[Digest, bytes] | None = None,
+        files: Mapping[Digest, PictureFile] | None = None,
     ) -> None:
         """`request.deadline_s` is what is left at this moment; `arrived_s` is the request's own
         beginning by the system clock; `files` are its pictures."""

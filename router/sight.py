@@ -21,6 +21,7 @@ from headrace.core.images import ImageSpan, spans_within
 from headrace.core.messages import Cancel, VisionDone, VisionJob
 from headrace.core.records import RequestRecord
 from headrace.core.request import GenRequest
+from headrace.router.pictures import PictureFile
 from headrace.router.policy import Work
 from headrace.router.replicas import Replica
 
@@ -59,7 +60,7 @@ class Sight:
         self,
         desk: Desk,
         request: GenRequest,
-        files: Mapping[Digest, bytes] | None,
+        files: Mapping[Digest, PictureFile] | None,
         record: RequestRecord,
     ) -> None:
         self._desk = desk
@@ -145,7 +146,7 @@ class Sight:
         future: asyncio.Future[VisionDone] = asyncio.get_running_loop().create_future()
         self._waits[place] = future
         self._asked[replica.key] = replica
-        data = self._files[span.digest]
+        data = self._files[span.digest].data
         try:
             async with asyncio.timeout(self._desk.vision_wait_s):
                 job = VisionJob(key, span.digest, data, span.n_tokens, charge.dispatch)
@@ -167,12 +168,24 @@ class Sight:
         future.set_result(message)
         return True
 
-    def failed(self, replica: Replica, error: HeadraceError, key: JobKey | None = None) -> bool:
-        """The replica gave up a picture of `key`, or is gone; False when nobody waits. The
-        message does not say which picture: all that wait for this replica go elsewhere."""
+    def failed(
+        self,
+        replica: Replica,
+        error: HeadraceError,
+        key: JobKey | None = None,
+        picture: Digest | None = None,
+    ) -> bool:
+        """The replica gave up a picture of `key` (None: all of them), or is gone; False when nobody
+        waits. A bad picture's error names its place in the request."""
         if key is not None and key != self._key:
             return False
-        mine = [f for (name, _), f in self._waits.items() if name == replica.key and not f.done()]
+        if picture in self._files and isinstance(error, InvalidRequest):
+            error.param = self._files[picture].param
+        mine = [
+            future
+            for (name, digest), future in self._waits.items()
+            if name == replica.key and picture in (None, digest) and not future.done()
+        ]
         for future in mine:
             future.set_exception(error)
         return bool(mine)

@@ -82,7 +82,7 @@ class VisionWork:
             patches = self._check(message)
         except HeadraceError as error:
             self.counts.failed += 1
-            router.post(_failed(key, error))
+            router.post(_failed(message, error))
             return
         self.counts.jobs += 1
         job = Job(message, router, patches, self._clock.now_s())
@@ -240,7 +240,7 @@ class VisionWork:
             return
         if error is not None:
             self.counts.failed += 1
-            job.router.post(_failed(job.key, error))
+            job.router.post(_failed(job.message, error))
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
@@ -278,6 +278,7 @@ class VisionWork:
         await asyncio.gather(self._running, *self._releasing, return_exceptions=True)
 
 
-def _failed(key: JobKey, error: HeadraceError) -> JobFailed:
+def _failed(job: VisionJob, error: HeadraceError) -> JobFailed:
     """A bad picture stays bad; everything else may go well elsewhere."""
-    return JobFailed(key, error.code, error.message, not isinstance(error, InvalidRequest))
+    retryable = not isinstance(error, InvalidRequest)
+    return JobFailed(job.key, error.code, error.message, retryable, job.digest)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
+import textwrap
+import urllib.parse
 
 import pytest
 
 from headrace.core.chain import as_token_ids
+from headrace.core.errors import InvalidRequest, LimitExceeded
 from headrace.core.ids import Digest, RequestId
 from headrace.core.images import ImageSpan, span_block_digests
+from headrace.core.limits import ImageLimits
 from headrace.core.request import GenRequest, HandoffMode, Sampling
 from headrace.core.rows import Geometry
+from headrace.router.pictures import open_files
 from headrace.router.policy import size_up
 from headrace.router.sight import spans_needed, two_rings
 
@@ -108,3 +113,43 @@ async def test_without_vision(rigs) -> None:
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "messages[0].content[1]")
         assert "not offered" in error["message"]
+
+
+def _spaced(text: str) -> str:
+    return "\r\n".join(textwrap.wrap(text, 16))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"data:image/png;base64,{PNG}",
+        f"data:image/png;base64,{_spaced(PNG)}\n",
+        f"data:image/png;base64,\t{PNG[:9]} {PNG[9:]}",
+        f"data:image/png;name=a.png; base64,{PNG}",
+        f"DATA:IMAGE/PNG;BASE64,{PNG.rstrip('=')}",
+        "data:image/png;base64," + urllib.parse.quote(_spaced(PNG), safe=""),
+    ],
+    ids=["plain", "lines", "blanks", "blank before base64", "no padding", "percent"],
+)
+def test_data_urls_as_they_are_written(url: str) -> None:
+    """Forgiving base64: an encoder may break lines, and a URL may have them percent-encoded."""
+    (file,) = open_files([("here", url)], ImageLimits())
+    assert base64.b64encode(file.data).decode() == PNG
+
+
+@pytest.mark.parametrize(
+    "data", [PNG[:-5] + "!" + PNG[-4:], "A" * 401, PNG + "===", "=", "%", "-_"]
+)
+def test_what_is_no_base64_is_refused_with_its_place(data: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        open_files([("here", f"data:image/png;base64,{data}")], ImageLimits())
+    assert refused.value.param == "here"
+
+
+def test_the_bound_of_a_file_is_on_its_bytes_not_on_blanks_between_them() -> None:
+    size = len(base64.b64decode(PNG))
+    url = f"data:image/png;base64,{_spaced(PNG)}{chr(10) * 1000}"
+    (file,) = open_files([("here", url)], ImageLimits(file_bytes=size))
+    assert len(file.data) == size
+    with pytest.raises(LimitExceeded, match=f"limited to {size - 3} bytes"):
+        open_files([("here", url)], ImageLimits(file_bytes=size - 3))

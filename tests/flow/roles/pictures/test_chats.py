@@ -150,9 +150,11 @@ async def test_bad_files_and_too_many_end_at_the_edge(service: Any) -> None:
     at = damaged.index(b"IDAT") + 4
     damaged[at : at + 8] = bytes(8)
     assert service.counts("jobs") == jobs
-    answer = await service.post(service.chat("look", bytes(damaged)))
-    assert answer.status_code == 400 and "damaged" in answer.json()["error"]["message"]
-    assert service.counts("jobs") == jobs + 1
+    answer = await service.post(service.chat("look", service.png(1), bytes(damaged)))
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "damaged" in error["message"]
+    assert error["param"] == "messages[0].content[2]"
+    assert service.counts("jobs") == jobs + 2
     await service.at_rest()
 
 
