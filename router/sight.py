@@ -179,7 +179,7 @@ class Sight:
         waits. A bad picture's error names its place in the request."""
         if key is not None and key != self._key:
             return False
-        if picture in self._files and isinstance(error, InvalidRequest):
+        if picture is not None and picture in self._files and isinstance(error, InvalidRequest):
             error.param = self._files[picture].param
         mine = [
             future
