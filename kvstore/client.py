@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import random
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.core.chain import window_digest
 from headrace.core.clock import SYSTEM_CLOCK, Clock
@@ -33,6 +35,7 @@ from headrace.kvstore.messages import (
     Stat,
 )
 from headrace.kvstore.putting import ANSWER_S, joined, put_batch
+from headrace.kvstore.questions import Answer, Question, StoreRefused, StoreSilent, Topic
 from headrace.kvstore.settings import Kind, StoreStat
 
 log = logging.getLogger(__name__)
@@ -368,6 +371,22 @@ class StoreClient:
             return (await connection.ask(AskStat, Stat, _SHORT_S)).stat
         except StoreGone:
             return None
+
+    async def ask(self, topic: Topic, limit_s: float = 60.0, **values: Any) -> dict[str, Any]:
+        """A question of a tool, answered by the running store. Raises `StoreSilent` while it is
+        away, and `StoreRefused` with its own words when it says no."""
+        connection = self._connection
+        if connection is None:
+            raise StoreSilent("the store does not answer")
+        text = json.dumps(values)
+        try:
+            answer = await connection.ask(lambda call: Question(call, topic, text), Answer, limit_s)
+        except StoreGone:
+            raise StoreSilent("the store went away, or took too long") from None
+        if not answer.good:
+            raise StoreRefused(answer.text)
+        found: dict[str, Any] = json.loads(answer.text)
+        return found
 
     def _note(self, lease: JobKey | None, taken: bool) -> None:
         if lease is not None and taken:

@@ -80,7 +80,9 @@ class Loader:
         loop = asyncio.get_running_loop()
         sound: list[bool | None] = [None] * len(batch)  # unknown, if this is cancelled
         try:
+            began_s = loop.time()
             sound[:] = await loop.run_in_executor(self._threads, self._read, batch)
+            self._state.count.load_s.observe(loop.time() - began_s)
         finally:
             for (entry, slot), good in zip(batch, sound, strict=True):
                 del self._running[entry.key]

@@ -1,9 +1,9 @@
 """Messages between a client and the store of its host, on a unix socket.
 
     client -> store   Attach first; OpenPrefix, OpenWindow, OpenObjects, Reserve, Seal, Abandon,
-                      Cancel, Renew, Release, Doom, AskStat, Ping
+                      Cancel, Renew, Release, Doom, AskStat, Ping, Question
     store  -> client  Attached (with the arena's descriptor), Opened, Found, Reserved, Sealed, Done,
-                      Stat
+                      Stat, Answer
 
 `call` numbers the client's questions; an answer carries the same number. No payload is ever on the
 socket: the arena is shared memory. What comes once an object is packed into one bytes field, little
@@ -27,6 +27,7 @@ from headrace.core.ids import DIGEST_BYTES, BootId, Digest, JobKey
 from headrace.core.messages import Place
 from headrace.core.wire import MessageTable
 from headrace.kvstore.arena import Region
+from headrace.kvstore.questions import Answer, Question
 from headrace.kvstore.settings import Kind, StoreStat
 
 MAX_OBJECTS = 1 << 16  # of one message: 8.4 million tokens
@@ -273,5 +274,7 @@ STORE_MESSAGES = MessageTable(
         18: Stat,
         19: OpenObjects,
         20: Found,
+        21: Question,
+        22: Answer,
     }
 )

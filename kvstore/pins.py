@@ -60,7 +60,7 @@ class PinBook:
         wall_s: Callable[[], float],
     ) -> None:
         self._path = Path(directory) / PINS_FILE
-        self._quota_bytes = quota_bytes
+        self.quota_bytes = quota_bytes
         self._chain = chain
         self._wall_s = wall_s
         self._pins: dict[str, Pin] = {}
@@ -106,12 +106,12 @@ class PinBook:
         self._leave(pin.name)
         self._enter(pin, chain)
         wanted_bytes = self.held_bytes
-        if wanted_bytes > self._quota_bytes:
+        if wanted_bytes > self.quota_bytes:
             self._leave(pin.name)
             if before[0] is not None and before[1] is not None:
                 self._enter(before[0], before[1])
             raise PinRefused(
-                f"pin_share: pins may hold {self._quota_bytes} bytes, with {pin.name} they would"
+                f"pin_share: pins may hold {self.quota_bytes} bytes, with {pin.name} they would"
                 f" hold {wanted_bytes}"
             )
         self._write()

@@ -90,6 +90,7 @@ class Publisher:
         self._wake = asyncio.Event()
         self._sweep_due = False
         self._under_way = 0  # keys whose records are being written
+        self._current_s = clock.now_s()  # when the index held everything, as far as we know
         state.on_dirty = self._wake.set
 
     @property
@@ -102,6 +103,19 @@ class Publisher:
     def unlisted(self) -> int:
         """Objects whose record is still to be written, or being written."""
         return len(self._state.dirty) + self._under_way
+
+    @property
+    def lag_s(self) -> float:
+        """Time since the index last held everything; 0 when it does, or when there is none."""
+        if self._link is None or not self.unlisted:
+            return 0.0
+        return self._state.clock.now_s() - self._current_s
+
+    def republish(self) -> None:
+        """Write every record anew, and remove those of earlier lives, while serving goes on."""
+        if self._link is not None:
+            self._forgotten()
+            self._wake.set()
 
     @property
     def errors(self) -> int:
@@ -122,6 +136,8 @@ class Publisher:
         loop = asyncio.get_running_loop()
         next_beat_s = loop.time()
         while True:
+            if not self.unlisted:
+                self._current_s = self._state.clock.now_s()
             if loop.time() >= next_beat_s:
                 next_beat_s = loop.time() + self._times.member_beat_s
                 await self._renew()

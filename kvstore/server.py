@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from headrace.core import faults
 from headrace.core.card import Member, Role
@@ -18,10 +19,13 @@ from headrace.core.ids import BootId, new_boot_id
 from headrace.core.link import Link, open_link, parse_address, serve_links
 from headrace.core.role import Ready, RoleSettings
 from headrace.core.states import ReplicaState
+from headrace.kvstore.answers import stored_chain
 from headrace.kvstore.arena import create_arena, plan_regions
 from headrace.kvstore.files import FileCalls, lock_directory
 from headrace.kvstore.members import Beat, MemberBoard
 from headrace.kvstore.messages import STORE_MESSAGES
+from headrace.kvstore.metrics import Snapshot, StoreMetrics
+from headrace.kvstore.pins import PinBook
 from headrace.kvstore.publisher import Publisher
 from headrace.kvstore.salts import SaltBook
 from headrace.kvstore.segments import SegmentFiles
@@ -34,6 +38,7 @@ from headrace.kvstore.writer import Writer
 log = logging.getLogger(__name__)
 _EXPIRE_S = 0.2  # how often leases and reservations are looked through
 _READ_THREADS = 2
+_SCRAPE_S = 2.0  # a scrape gets what there is by then
 
 
 async def run_store(
@@ -82,8 +87,51 @@ async def run_store(
         epoch = int(boot[:8], 16)
         publisher = Publisher(state, store, leases, clock, role.redis_url, files.uid, epoch)
         writer = Writer(state, files, publisher, store, writing)
-        service = Store(state, files, publisher, writer, reading)
+        pins = _take_up_pins(store, state, clock)
+        service = Store(state, files, publisher, writer, reading, pins, store)
+        if store.metrics_port:
+            _serve_metrics(stack, service, store)
         await _serve(role, store, service, publisher, writer, descriptor, ready, stop)
+
+
+def _take_up_pins(settings: StoreSettings, state: StoreState, clock: Clock) -> PinBook:
+    quota_bytes = int(settings.pin_share * settings.ssd_bytes)
+    chain = partial(stored_chain, state)
+    pins = PinBook(settings.directory, quota_bytes, chain, clock.wall_s)
+    pins.load()
+    state.disks.must_stay = lambda entry: pins.holds(entry.key)
+    return pins
+
+
+def _serve_metrics(stack: contextlib.AsyncExitStack, store: Store, settings: StoreSettings) -> None:
+    """Answer scrapes in a thread; what they show is taken on this loop."""
+    loop = asyncio.get_running_loop()
+
+    async def now() -> Snapshot:
+        return store.snapshot()
+
+    def take() -> Snapshot | None:
+        asked = asyncio.run_coroutine_threadsafe(now(), loop)
+        try:
+            return asked.result(_SCRAPE_S)
+        except (TimeoutError, RuntimeError):
+            return None
+
+    port = settings.metrics_port
+    try:
+        server, thread = StoreMetrics(take, settings.domain_shares).serve(port)
+    except OSError as error:
+        raise ConfigError(
+            f"metrics_port: port {port} of 127.0.0.1 cannot be had ({error.strerror})"
+        ) from None
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join(_SCRAPE_S)
+
+    # In a thread, because a scrape under way waits for this loop.
+    stack.push_async_callback(asyncio.to_thread, end)
 
 
 def _open_files(files: SegmentFiles, state: StoreState) -> None:
@@ -137,7 +185,7 @@ async def _serve(
     tasks = {
         asyncio.create_task(writer.run(), name="store-writer"),
         asyncio.create_task(publisher.run(), name="store-publisher"),
-        asyncio.create_task(_expire(store.state), name="store-expiry"),
+        asyncio.create_task(_expire(store), name="store-expiry"),
         asyncio.create_task(stop.wait(), name="store-stop"),
     }
     server, address = await serve_links(role.listen, on_link, STORE_MESSAGES, role.token, limits)
@@ -181,10 +229,12 @@ async def _stop_serving(server: asyncio.Server, links: set[Link]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def _expire(state: StoreState) -> None:
+async def _expire(store: Store) -> None:
     while True:
         await asyncio.sleep(_EXPIRE_S)
-        state.expire()
+        store.state.expire()
+        if store.pins.expire():
+            log.info("pins ended; %d are left", len(store.pins))
 
 
 def _member(role: RoleSettings, boot: BootId, address: str) -> Member:

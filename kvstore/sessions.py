@@ -39,6 +39,7 @@ from headrace.kvstore.messages import (
     pack_places,
     unpack_pairs,
 )
+from headrace.kvstore.questions import Question
 from headrace.kvstore.store import Promises, Store, facts_of
 
 log = logging.getLogger(__name__)
@@ -139,6 +140,8 @@ class Session:
                 self._link.post(Stat(message.call, store.stat()))
             case Ping():
                 self._link.post(Done(message.call, True))
+            case Question():
+                self._start(message.call, self._tell(message))
             case _:
                 raise WireError(f"a client does not send {type(message).__name__}")
 
@@ -157,6 +160,9 @@ class Session:
             # The client must not wait for an answer that comes no more.
             log.error("a call failed", exc_info=error)
             self._link.abort()
+
+    async def _tell(self, question: Question) -> None:
+        self._link.post(await self._store.answers.answer(question))
 
     # What needs no wait is answered at once, in the order of asking; a task costs more than the
     # work of a small batch.

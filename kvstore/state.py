@@ -54,7 +54,6 @@ class StoreState:
         self.disks = DiskBook(self._policy, ssd_bytes, self.group)
         self.kin = Kin()
         self.dirty: dict[bytes, None] = {}  # keys whose index record may have to change
-        self.dirty_since_s = 0.0  # when the oldest of them was marked, at the earliest
         self.on_unsaved: Callable[[], None] = lambda: None
         self.on_dirty: Callable[[], None] = lambda: None
         self.reserving = ReservationBook(self.residents, clock, reserve_s)
@@ -377,8 +376,6 @@ class StoreState:
         self.kin.add(entry)
 
     def _mark(self, entry: Entry) -> None:
-        if not self.dirty:
-            self.dirty_since_s = self.clock.now_s()
         self.dirty[entry.key] = None
         self.on_dirty()
 

@@ -12,13 +12,17 @@ from headrace.core import faults
 from headrace.core.errors import WireError
 from headrace.core.ids import Digest, JobKey
 from headrace.core.messages import Place
+from headrace.kvstore.answers import Answers
+from headrace.kvstore.counters import UNKNOWN
 from headrace.kvstore.layout import ObjectFacts
 from headrace.kvstore.loads import Loader
 from headrace.kvstore.messages import Reserve, cut_digests, unpack_sizes
+from headrace.kvstore.metrics import Snapshot, StoreMetrics
 from headrace.kvstore.objects import Entry, Reservation, Saving
+from headrace.kvstore.pins import PinBook
 from headrace.kvstore.publisher import Publisher
 from headrace.kvstore.segments import SegmentFiles
-from headrace.kvstore.settings import Kind, StoreStat
+from headrace.kvstore.settings import Kind, StoreSettings, StoreStat
 from headrace.kvstore.state import StoreState
 from headrace.kvstore.writer import Writer
 
@@ -38,8 +42,11 @@ class Store:
         publisher: Publisher,
         writer: Writer,
         threads: ThreadPoolExecutor,
+        pins: PinBook,
+        settings: StoreSettings,
     ) -> None:
         self.state = state
+        self.pins = pins
         self.connections = 0
         self._files = files
         self._publisher = publisher
@@ -48,6 +55,14 @@ class Store:
         self._room = asyncio.Event()
         self._queues = {kind: asyncio.Lock() for kind in state.residents.regions}
         state.residents.on_room = self._room.set
+        shares = settings.domain_shares
+        self.answers = Answers(
+            state,
+            pins,
+            tuple(share.domain for share in shares),
+            publisher.republish,
+            StoreMetrics(self.snapshot, shares).text,
+        )
 
     # reading ---------------------------------------------------------------------------------
 
@@ -59,15 +74,17 @@ class Store:
         entries = self._leading(namespace, digests)
         places = self._have(entries, lease)
         if places is not None:
-            self._count_prefix(len(places), len(digests))
+            self._count_prefix(entries, [True] * len(entries), len(places), len(digests))
         return places
 
     async def open_prefix(
         self, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None
     ) -> tuple[Place, ...]:
         """Places of the longest stored prefix, leased; those on SSD are brought to the arena."""
-        places = await self._bring(self._leading(namespace, digests), lease)
-        self._count_prefix(len(places), len(digests))
+        entries = self._leading(namespace, digests)
+        here = [entry.slot is not None for entry in entries]
+        places = await self._bring(entries, lease)
+        self._count_prefix(entries, here, len(places), len(digests))
         return places
 
     def _leading(self, namespace: bytes, digests: Sequence[Digest]) -> list[Entry]:
@@ -79,9 +96,12 @@ class Store:
             entries.append(entry)
         return entries
 
-    def _count_prefix(self, found: int, asked: int) -> None:
-        self.state.count.hits += found
-        self.state.count.misses += asked - found
+    def _count_prefix(
+        self, entries: Sequence[Entry], here: Sequence[bool], found: int, asked: int
+    ) -> None:
+        # A chain is of one domain; of one that is not there at all nobody can tell whose.
+        group = self.state.group(entries[0]) if entries else UNKNOWN
+        self.state.count.prefix(group, here, found, asked)
 
     async def open_window(
         self, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None
@@ -260,6 +280,11 @@ class Store:
         return entry
 
     # account ---------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """What a scrape shows of this moment."""
+        lag_s = self._publisher.lag_s
+        return Snapshot(self.stat(), self.state.count, lag_s, len(self.pins), self.pins.held_bytes)
 
     def stat(self) -> StoreStat:
         state, count = self.state, self.state.count

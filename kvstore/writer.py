@@ -208,7 +208,8 @@ class Writer:
             self._files.sync(numbers)
 
         try:
-            await self._in_thread(sync)
+            with self._state.count.sync_s.time():
+                await self._in_thread(sync)
         except (OSError, HeadraceError) as error:
             # After a failed sync the kernel may have dropped the dirty data: nothing of this group
             # may be believed to be on disk.

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
+from headrace.core.economics import Sums
 from headrace.core.metrics import Metric
 from headrace.core.records import RequestRecord
 
@@ -72,6 +73,8 @@ class Meters:
         self.saved_rows = counter(Metric.SAVED_ROWS, "rows of a cold run that were not run")
         self.extra_rows = counter(Metric.HANDOFF_EXTRA_ROWS, "rows for want of a window record")
         self.route_seconds = histogram(Metric.ROUTE_SECONDS, "look-up and choice")
+        self._sums = Sums()
+        self.watch(self._economics)
 
     def watch(self, read: Callable[[], Iterable[Family]]) -> None:
         """Add gauges that are read at scrape time."""
@@ -98,6 +101,15 @@ class Meters:
             self.hit_tokens.labels(tier).inc(tokens)
         self.saved_rows.inc(max(0, record.saved_rows))
         self.extra_rows.inc(record.handoff_extra_rows)
+
+        self._sums.add(record)
+
+    def _economics(self) -> Iterator[Family]:
+        of = self._sums.economics()
+        yield gauge(Metric.HITS_SAVED_SECONDS, "by hits in the store", (), {(): of.saved_s})
+        spent: dict[tuple[str, ...], float] = {("load",): of.load_s, ("replay",): of.replay_s}
+        yield gauge(Metric.HITS_SPENT_SECONDS, "for these hits", ("part",), spent)
+        yield gauge(Metric.HITS_NET_SECONDS, "saved less spent", (), {(): of.net_s})
 
     def scrape(self) -> bytes:
         """The text of a scrape."""

@@ -1,0 +1,202 @@
+"""Chains out of a directory into a prefix file, and back into a directory that nobody serves."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.kvstore.layout import (
+    SEGMENT_HEADER_BYTES,
+    SegmentHeader,
+    SlotHeader,
+    checksum,
+    slot_bytes,
+)
+from headrace.kvstore.objects import DiskPlace
+from headrace.kvstore.settings import Kind
+from headrace.kvstore.workshop.directory import SegmentFile, StoreDirectory, key_of
+from headrace.kvstore.workshop.shipping import (
+    FileRefused,
+    PrefixFile,
+    Progress,
+    read_objects,
+    salt_mark,
+    verify_file,
+    write_file,
+)
+from headrace.kvstore.workshop.survey import path_to
+
+Found = dict[bytes, tuple[DiskPlace, SlotHeader]]
+
+
+def export_chains(
+    directory: StoreDirectory,
+    namespace: bytes,
+    tips: Sequence[bytes],
+    path: Path,
+    progress: Progress,
+) -> PrefixFile:
+    """Write whole chains of one namespace, with the window records on them, into a new file.
+
+    Blocks that chains share stand once. Raises `FileRefused` for a tip whose chain is not whole
+    and for an object that does not verify: a file is complete or not there."""
+    wanted = _with_windows(directory.objects(), namespace, tips)
+    payload_bytes = sum(header.facts.payload_bytes for _, header in wanted)
+    about = PrefixFile(
+        len(wanted), payload_bytes, int(time.time()), namespace, salt_mark(directory.path)
+    )
+
+    def objects() -> Iterator[tuple[SlotHeader, bytearray]]:
+        for place, header in wanted:
+            payload = directory.payload(place, header.facts.payload_bytes)
+            if payload is None or checksum(payload) != header.checksum:
+                raise FileRefused(
+                    f"the {header.facts.kind} object in segment {place.segment}, slot {place.slot}"
+                    " does not verify; `headrace store scrub` removes it"
+                )
+            yield header, payload
+
+    write_file(path, objects(), about, progress)
+    return about
+
+
+def _with_windows(
+    found: Found, namespace: bytes, tips: Sequence[bytes]
+) -> list[tuple[DiskPlace, SlotHeader]]:
+    blocks = {
+        (header.facts.namespace, bytes(header.facts.digest)): header.facts
+        for _, header in found.values()
+        if header.facts.kind is Kind.KV
+    }
+    wanted: dict[bytes, None] = {}  # digests, heads first
+    for tip in tips:
+        chain = path_to(tip, namespace, blocks)
+        if chain is None:
+            raise FileRefused(f"the chain that ends in {tip.hex()[:16]} is not stored as a whole")
+        wanted.update((bytes(facts.digest), None) for facts in chain)
+    mine = [item for item in found.values() if item[1].facts.namespace == namespace]
+    of_blocks = {bytes(h.facts.digest): (place, h) for place, h in mine if h.facts.kind is Kind.KV}
+    windows = [
+        (place, header)
+        for place, header in mine
+        if header.facts.kind is Kind.SWA and bytes(header.facts.parent) in wanted
+    ]
+    return [of_blocks[digest] for digest in wanted] + windows
+
+
+@dataclass(slots=True)
+class Imported:
+    """What an import did. `no_room`: tails that found no free slot; nothing is pushed out for an
+    import."""
+
+    written: int = 0
+    known: int = 0
+    no_room: int = 0
+    payload_bytes: int = 0
+
+
+def check_fits(about: PrefixFile, mark: bytes, namespaces: set[bytes], *, force: bool) -> None:
+    """Raises `FileRefused` unless what a file holds could be found here. `force` lets a namespace
+    in that no object of this store has; another salt is never let in, it could not be found."""
+    if about.mark != mark:
+        raise FileRefused(
+            "the file was exported under another salt, so nothing in it could ever be found here:"
+            " stores that exchange prefixes need the same `salt` file (copy it before first use)"
+        )
+    if namespaces and about.namespace not in namespaces and not force:
+        raise FileRefused(
+            f"the file's namespace {about.namespace.hex()[:16]} (model, weights, layout, numerics)"
+            " is none of this store's; --new-namespace imports it all the same"
+        )
+
+
+def import_file(
+    directory: StoreDirectory, path: Path, progress: Progress, *, force: bool = False
+) -> Imported:
+    """Verify a whole prefix file, then write what is missing into free slots and sync.
+
+    Raises `FileRefused` before anything is written, and `OSError`."""
+    found = directory.objects()
+    about = verify_file(path, lambda done, total: progress(done, 2 * total))
+    namespaces = {header.facts.namespace for _, header in found.values()}
+    check_fits(about, salt_mark(directory.path), namespaces, force=force)
+    slots = _FreeSlots(directory)
+    done = Imported()
+    lost: set[bytes] = set()  # digests without room: what hangs on them is not written either
+    for number, (header, payload) in enumerate(read_objects(path), 1):
+        facts = header.facts
+        progress(about.objects + number, 2 * about.objects)
+        if key_of(header) in found:
+            done.known += 1
+            continue
+        place = None if facts.parent in lost else slots.take(facts.kind, facts.payload_bytes)
+        if place is None:
+            lost.add(facts.digest)
+            done.no_room += 1
+            continue
+        directory.write(place, header, payload)
+        done.written += 1
+        done.payload_bytes += len(payload)
+    directory.sync()
+    return done
+
+
+class _FreeSlots:
+    """Slots that no object stands in and that a store would write next: the rest of the newest
+    segment of a kind, then segments that are free."""
+
+    def __init__(self, directory: StoreDirectory) -> None:
+        self._directory = directory
+        self._next: dict[Kind, tuple[SegmentFile, int]] = {}
+        self._free = [s for s in directory.segments if s.blank or (s.header and not s.header.kind)]
+        used: dict[int, int] = {}
+        for place, header in directory.slots():
+            if header is not None:
+                used[place.segment] = place.slot + 1
+        newest: dict[Kind, SegmentFile] = {}
+        for segment in directory.segments:
+            head = segment.header
+            if head is None or head.kind is None:
+                continue
+            before = newest.get(head.kind)
+            if before is None or before.header is None or head.sequence > before.header.sequence:
+                newest[head.kind] = segment
+        for kind, segment in newest.items():
+            self._next[kind] = (segment, used.get(segment.number, 0))
+
+    def take(self, kind: Kind, payload_bytes: int) -> DiskPlace | None:
+        """A place for such an object; begins a free segment if need be. Raises `OSError`."""
+        segment, slot = self._next.get(kind, (None, 0))
+        fits = segment is not None and segment.header is not None
+        if segment is None or segment.header is None or slot >= segment.header.slots:
+            size = slot_bytes(payload_bytes)
+            if fits and segment is not None and segment.header is not None:
+                size = max(size, segment.header.slot_bytes)
+            segment, slot = self._begin(kind, size), 0
+        if segment is None or segment.header is None:
+            return None
+        if slot_bytes(payload_bytes) > segment.header.slot_bytes:
+            return None
+        self._next[kind] = (segment, slot + 1)
+        return DiskPlace(segment.number, slot, segment.header.generation)
+
+    def _begin(self, kind: Kind, size: int) -> SegmentFile | None:
+        if not self._free:
+            return None
+        segment = self._free.pop(0)
+        headers = [s.header for s in self._directory.segments if s.header is not None]
+        last = segment.header.generation if segment.header is not None else 0
+        header = SegmentHeader(
+            kind,
+            size,
+            (segment.size_bytes - SEGMENT_HEADER_BYTES) // size,
+            segment.number,
+            (last + 1) & 0xFFFF_FFFF,
+            max((h.sequence for h in headers), default=0) + 1,
+            next((h.uid for h in headers if any(h.uid)), os.urandom(8)),
+        )
+        self._directory.write_segment_header(segment, header)
+        return segment

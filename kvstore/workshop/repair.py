@@ -1,0 +1,224 @@
+"""Reading everything back, blanking what is damaged, and cleaning up, in a directory that nobody
+serves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from headrace.kvstore.layout import (
+    HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    SegmentHeader,
+    SlotHeader,
+    checksum,
+)
+from headrace.kvstore.objects import DiskPlace
+from headrace.kvstore.pins import Pin, read_pins, write_pins
+from headrace.kvstore.settings import Kind
+from headrace.kvstore.workshop.directory import SegmentFile, StoreDirectory, key_of
+from headrace.kvstore.workshop.survey import path_to
+
+Progress = Callable[[int, int], None]  # done, of all
+
+
+class Flaw(StrEnum):
+    """What can be wrong with a slot."""
+
+    PAYLOAD = "payload"  # does not match its checksum
+    UNREADABLE = "unreadable"  # the disk says no, or the file ends before
+    DUPLICATE = "duplicate"  # a newer slot holds the same object
+    ORPHAN = "orphan"  # what it hangs on is not stored: nobody can reach it
+    UNWANTED = "unwanted"  # asked for by its age, namespace or domain
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a walk through a directory found. `flaws` names places with what is wrong there."""
+
+    slots: int = 0
+    objects: int = 0
+    payload_bytes: int = 0  # read and verified
+    damaged_segments: tuple[int, ...] = ()
+    flaws: list[tuple[DiskPlace, Flaw, int]] = field(default_factory=list)  # place, what, bytes
+
+    @property
+    def damaged(self) -> bool:
+        bad = (Flaw.PAYLOAD, Flaw.UNREADABLE)
+        return bool(self.damaged_segments) or any(flaw in bad for _, flaw, _ in self.flaws)
+
+    def counts(self) -> dict[str, int]:
+        return dict(Counter(flaw.value for _, flaw, _ in self.flaws))
+
+
+def verify(directory: StoreDirectory, progress: Progress) -> Findings:
+    """Read every object back and compare it with its header. Changes nothing."""
+    found = Findings(damaged_segments=_damaged(directory))
+    total = directory.n_slots
+    for place, header in directory.slots():
+        found.slots += 1
+        progress(found.slots, total)
+        if header is None:
+            continue
+        size = header.facts.payload_bytes
+        payload = directory.payload(place, size)
+        if payload is None:
+            found.flaws.append((place, Flaw.UNREADABLE, size))
+        elif checksum(payload) != header.checksum:
+            found.flaws.append((place, Flaw.PAYLOAD, size))
+        else:
+            found.objects += 1
+            found.payload_bytes += size
+    return found
+
+
+def scrub(directory: StoreDirectory, progress: Progress) -> Findings:
+    """`verify`, and blank what does not verify, so that it is an ordinary miss from then on."""
+    found = verify(directory, progress)
+    erase(directory, found)
+    return found
+
+
+def erase(directory: StoreDirectory, found: Findings) -> None:
+    """Blank every place that `found` names, and sync. Raises `OSError`."""
+    for place, _, _ in found.flaws:
+        directory.erase(place)
+    if found.flaws:
+        directory.sync()
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What else is to go. Pinned chains stay whatever their age."""
+
+    written_before_s: int = 0
+    namespaces: Collection[bytes] = ()
+    domains: Collection[bytes] = ()  # tags
+
+
+def find_garbage(directory: StoreDirectory, wishes: Wishes, progress: Progress) -> Findings:
+    """What nobody can reach, and what is wished away with all that hangs on it. Changes nothing."""
+    found = Findings(damaged_segments=_damaged(directory))
+    objects: dict[bytes, tuple[DiskPlace, SlotHeader]] = {}
+    total = directory.n_slots
+    for place, header in directory.slots():
+        found.slots += 1
+        progress(found.slots, total)
+        if header is None:
+            continue
+        older = objects.get(key_of(header))
+        if older is not None:
+            found.flaws.append((older[0], Flaw.DUPLICATE, older[1].facts.payload_bytes))
+        objects[key_of(header)] = (place, header)
+    young = _young(objects.values(), wishes.written_before_s, pinned_digests(directory))
+    alive: set[tuple[bytes, bytes]] = set()  # blocks that can be reached
+    order = sorted(
+        objects.values(), key=lambda at: (at[1].facts.kind is not Kind.KV, at[1].facts.block)
+    )
+    for place, header in order:
+        facts = header.facts
+        at = (facts.namespace, facts.digest)
+        hangs = facts.kind is Kind.SWA or (facts.kind is Kind.KV and facts.block > 0)
+        wished = facts.namespace in wishes.namespaces or facts.domain in wishes.domains
+        flaw = None
+        if wished or key_of(header) not in young:
+            flaw = Flaw.UNWANTED
+        elif hangs and (facts.namespace, facts.parent) not in alive:
+            flaw = Flaw.ORPHAN
+        if flaw is not None:
+            found.flaws.append((place, flaw, facts.payload_bytes))
+            continue
+        found.objects += 1
+        found.payload_bytes += facts.payload_bytes
+        if facts.kind is Kind.KV:
+            alive.add(at)
+    return found
+
+
+def _young(
+    objects: Iterable[tuple[DiskPlace, SlotHeader]],
+    before_s: int,
+    pinned: Collection[tuple[bytes, bytes]],
+) -> set[bytes]:
+    """Keys of what is pinned or was written since then, and of what such objects hang on: a head
+    is always older than its tail."""
+    needed: set[tuple[bytes, bytes]] = set()
+    young: set[bytes] = set()
+    for _, header in sorted(objects, key=lambda at: -at[1].facts.block):
+        facts = header.facts
+        at = (facts.namespace, bytes(facts.digest))
+        if header.written_at_s >= before_s or at in pinned or at in needed:
+            young.add(key_of(header))
+            needed.add((facts.namespace, bytes(facts.parent)))
+    return young
+
+
+def pinned_digests(directory: StoreDirectory) -> set[tuple[bytes, bytes]]:
+    """(namespace, digest) of every block that a pin holds."""
+    pins = read_pins(directory.path)
+    if not pins:
+        return set()
+    blocks = {
+        (header.facts.namespace, bytes(header.facts.digest)): header.facts
+        for _, header in directory.objects().values()
+        if header.facts.kind is Kind.KV
+    }
+    held = set()
+    for pin in pins:
+        namespace = bytes.fromhex(pin.namespace)
+        for facts in path_to(bytes.fromhex(pin.tip), namespace, blocks) or ():
+            held.add((namespace, bytes(facts.digest)))
+    return held
+
+
+def end_pins(path: Path, now_s: float) -> tuple[Pin, ...]:
+    """Take the pins whose time is over out of the directory's list; which they were."""
+    pins = read_pins(path)
+    over = tuple(pin for pin in pins if pin.expires_at_s <= now_s)
+    if over:
+        write_pins(path, [pin for pin in pins if pin not in over])
+    return over
+
+
+def rebuild_headers(directory: StoreDirectory, progress: Progress) -> dict[int, int]:
+    """Give segments with a damaged header theirs back, made from the headers of their slots:
+    {number of the segment: objects found}. One without any sound slot is left to the store, which
+    frees it. Raises `OSError`."""
+    damaged = _damaged(directory)
+    uid = next((s.header.uid for s in directory.segments if s.header is not None), b"")
+    newest = max((s.header.sequence for s in directory.segments if s.header is not None), default=0)
+    made: dict[int, int] = {}
+    for done, number in enumerate(damaged, 1):
+        segment = next(s for s in directory.segments if s.number == number)
+        remade = _remade(directory, segment, uid, newest + 1)
+        if remade is not None:
+            newest += 1
+            directory.write_segment_header(segment, remade[0])
+            made[number] = remade[1]
+        progress(done, len(damaged))
+    return made
+
+
+def _remade(
+    directory: StoreDirectory, segment: SegmentFile, uid: bytes, sequence: int
+) -> tuple[SegmentHeader, int] | None:
+    loose = list(directory.loose_headers(segment))
+    if not loose:
+        return None
+    generation = max(header.generation for _, header in loose)
+    alive = [(end, header) for end, header in loose if header.generation == generation]
+    sizes = Counter((end - SEGMENT_HEADER_BYTES) // (header.slot + 1) for end, header in alive)
+    size, _ = sizes.most_common(1)[0]
+    kind = Counter(header.facts.kind for _, header in alive).most_common(1)[0][0]
+    slots = (segment.size_bytes - SEGMENT_HEADER_BYTES) // size if size > HEADER_BYTES else 0
+    if not slots:
+        return None
+    header = SegmentHeader(kind, size, slots, segment.number, generation, sequence, uid)
+    return header, len(alive)
+
+
+def _damaged(directory: StoreDirectory) -> tuple[int, ...]:
+    return tuple(s.number for s in directory.segments if s.header is None and not s.blank)
