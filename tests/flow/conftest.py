@@ -8,7 +8,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ import pytest
 
 from headrace.core import faults
 from headrace.core.card import Role
-from headrace.core.chain import as_token_ids
-from headrace.core.ids import BootId, JobKey
+from headrace.core.chain import as_token_ids, block_digests
+from headrace.core.ids import BootId, Digest, JobKey
 from headrace.core.limits import WireLimits
 from headrace.core.messages import (
     BindDecode,
@@ -115,6 +115,22 @@ def yardstick(request: pytest.FixtureRequest) -> Yardstick:
     with_weights = getattr(request.module, "WITH_CHECKPOINT", False)
     folder = request.getfixturevalue("checkpoint") if with_weights else ""
     return Yardstick(request.module.MODEL, str(folder))
+
+
+@pytest.fixture(scope="session")
+def stored_blocks() -> Callable[..., Awaitable[list[bytes]]]:
+    """`await stored_blocks(store, ids, root)`: the leading blocks of these tokens, as stored."""
+
+    async def read(store: Any, ids: Sequence[int], root: Digest) -> list[bytes]:
+        digests, found = block_digests(root, as_token_ids(list(ids))), []
+        places = await store.open_prefix(digests, None)
+        for digest, place in zip(digests, places, strict=False):
+            buffer = bytearray(place.payload_bytes)
+            assert store.read_into(place, digest, buffer)
+            found.append(bytes(buffer))
+        return found
+
+    return read
 
 
 @pytest.fixture(autouse=True)

@@ -154,6 +154,25 @@ async def test_two_turns_equal_the_reference_and_no_byte_is_exact(
     await index.close()
 
 
+async def test_bound_early_every_stored_byte_is_the_references(
+    cluster, prompt, reference, stored_blocks
+) -> None:
+    """Decode loads while prefill still seals; then it replays from the same place."""
+    ids = prompt(700, "bound early")
+    _, made, _ = reference.run(ids, {}, 32, Half.ENCODER)
+    expected, blocks, kind = reference.run(ids, made, 32, max_tokens=70)
+    assert kind is StartKind.BOUNDED
+    request = cluster.request(ids, 70)
+    call = await cluster.handoff(request, bind="early")
+    assert list(await call.result()) == expected
+    assert call.times.encoder_rows == 700 - (640 - 32)
+    await cluster.at_rest()
+    await cluster.written()
+    stored = await stored_blocks(cluster.prefill.store, [*ids, *expected], request.chain_root)
+    assert len(stored) == 6
+    assert stored == [blocks[i] for i in range(6)]
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 async def test_every_depth_equals_its_reference_and_the_exact_one_an_exact_run(
     cluster, yardstick, prompt, reference, new_decode, depth: str

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import headrace_tests_flow_engines as flow
 import pytest
 
 from headrace.core import faults
 from headrace.core.request import FinishReason, HandoffMode, Sampling
 from headrace.core.rows import StartKind, floor_grain
+from headrace.model import Numerics, load_named
 
 MODEL = "t1"
 DEPLOYMENT = {"handoff_mode": HandoffMode.STATE}
@@ -48,6 +50,27 @@ async def test_decode_goes_on_where_prefill_stopped(
         yardstick.layout, n_tokens
     )
     await cluster.at_rest()
+
+
+@pytest.mark.parametrize(("n_tokens", "keep_tokens"), [(500, 44), (301, 187), (512, 44)])
+async def test_bound_early_every_stored_byte_is_the_all_engines(
+    cluster, stored_blocks, n_tokens: int, keep_tokens: int
+) -> None:
+    """Decode loads while prefill still seals. What both have stored at the end, and the text, are
+    those of one engine that ran all rows."""
+    n_out = 24
+    ids = list(flow.request(n_tokens, keep_tokens, (), n_out).token_ids)
+    trunk = load_named(MODEL, 0, Numerics.INVARIANT)
+    wanted = flow.cold_run(trunk, n_tokens, keep_tokens, (), n_out)
+    request = cluster.request(ids, n_out, keep_tokens=keep_tokens, domain=f"bits {n_tokens}")
+    call = await cluster.handoff(request, bind="early")
+    assert list(await call.result()) == wanted.tokens
+    assert (call.times.start_kind, call.times.encoder_rows) == (StartKind.STATE, 0)
+    await cluster.at_rest()
+    await cluster.written()
+    stored = await stored_blocks(cluster.prefill.store, [*ids, *wanted.tokens], request.chain_root)
+    assert len(stored) == (n_tokens + n_out - 1) // 128
+    assert stored == [wanted.done_blocks[i] for i in range(len(stored))]
 
 
 async def test_seeded_draws_and_the_ends_of_an_answer(cluster, yardstick, prompt) -> None:
