@@ -52,6 +52,17 @@ end
 return #KEYS
 """
 
+# Claim objects: KEYS claims, ARGV: uid, PX. 1 for each that is ours: now, by an earlier claim,
+# perhaps of an earlier life, or because the key is of another type.
+_CLAIM = """
+local ours = {}
+for i, key in ipairs(KEYS) do
+  local value = redis.pcall('SET', key, ARGV[1], 'NX', 'GET', 'PX', ARGV[2])
+  ours[i] = (type(value) ~= 'string' or value == ARGV[1]) and 1 or 0
+end
+return ours
+"""
+
 # Claim or renew a store number: KEYS[1] its key, ARGV: uid, live record, PX. Returns the record
 # that stood there ('' when none), or nil when another store has the number.
 _BEAT = """
@@ -89,6 +100,7 @@ class Publisher:
         self._written: set[bytes] = set()  # what Redis may hold of our live record
         self._wake = asyncio.Event()
         self._sweep_due = False
+        self._turn = asyncio.Lock()
         self._under_way = 0  # keys whose records are being written
         self._current_s = clock.now_s()  # when the index held everything, as far as we know
         state.on_dirty = self._wake.set
@@ -171,7 +183,11 @@ class Publisher:
     async def _publish_batch(self, keys: Sequence[bytes]) -> bool:
         if self._link is None or self._number is None:
             return False
-        number = self._number
+        async with self._turn:  # two writes of one key must arrive in the order of their making
+            return await self._write_records(keys, self._number)
+
+    async def _write_records(self, keys: Sequence[bytes], number: int) -> bool:
+        assert self._link is not None
         names = [record_key(*split_key(key)) for key in keys]
         records = [self._records(self._state.objects.get(key), number) for key in keys]
         for key in keys:
@@ -195,26 +211,17 @@ class Publisher:
         asked = tuple(entries)
         if self._link is None or not asked:
             return frozenset(asked)
-        keys = [claim_key(e.kind, e.facts.namespace, e.facts.digest) for e in asked]
         life_ms = max(1, round(self._settings.claim_s * 1000))
-
-        async def ask(client: Client) -> list[object]:
-            async with client.pipeline(transaction=False) as pipe:
-                for key in keys:
-                    pipe.set(key, self._uid, nx=True, px=life_ms, get=True)
-                return list(await pipe.execute(raise_on_error=False))
-
-        try:
-            answers = await self._link.call(ask)
-        except RedisAway:
-            return frozenset(asked)
-        # None: the claim is ours now; our own id: an earlier claim, perhaps of an earlier life;
-        # an error (a key of another type): claims only save work, so go on.
-        return frozenset(
-            entry
-            for entry, answer in zip(asked, answers, strict=True)
-            if not isinstance(answer, bytes) or answer == self._uid
-        )
+        mine: list[Entry] = []
+        for begin in range(0, len(asked), _BATCH):
+            batch = asked[begin : begin + _BATCH]
+            keys = [claim_key(e.kind, e.facts.namespace, e.facts.digest) for e in batch]
+            try:
+                answer = await self._link.script(_CLAIM, keys, self._uid, life_ms)
+            except RedisAway:
+                return frozenset((*mine, *asked[begin:]))  # claims only save work, so go on
+            mine += [entry for entry, won in zip(batch, answer, strict=True) if won]
+        return frozenset(mine)
 
     async def close(self) -> None:
         """Say that this store lives no more, so that its records count no longer."""
