@@ -101,6 +101,8 @@ class Publisher:
         self._wake = asyncio.Event()
         self._sweep_due = False
         self._turn = asyncio.Lock()
+        self._relist: list[bytes] = []  # keys of objects that the index is to get anew
+        state.dirty.clear()  # the first beat lists everything that was found on disk
         self._under_way = 0  # keys whose records are being written
         self._current_s = clock.now_s()  # when the index held everything, as far as we know
         state.on_dirty = self._wake.set
@@ -114,7 +116,7 @@ class Publisher:
     @property
     def unlisted(self) -> int:
         """Objects whose record is still to be written, or being written."""
-        return len(self._state.dirty) + self._under_way
+        return len(self._state.dirty) + len(self._relist) + self._under_way
 
     @property
     def lag_s(self) -> float:
@@ -155,6 +157,8 @@ class Publisher:
                 await self._renew()
             if self._number is not None and self._state.dirty:
                 await self.publish(tuple(islice(self._state.dirty, _BATCH)))
+            elif self._number is not None and self._relist:
+                await self._relist_some()
             elif self._number is not None and self._sweep_due:
                 self._sweep_due = not await self._sweep()
             await self._rest(next_beat_s - loop.time())
@@ -166,7 +170,7 @@ class Publisher:
         if not self._link.healthy or self._number is None:
             await asyncio.sleep(max(0.0, left_s))
             return
-        if not self._state.dirty:
+        if not self._state.dirty and not self._relist:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, left_s)):
@@ -262,10 +266,18 @@ class Publisher:
 
     def _forgotten(self) -> None:
         log.info("the index gets all %d objects", len(self._state.objects))
-        for entry in self._state.objects.values():
-            entry.step(VisibilityEvent.UNLIST)
-        self._state.dirty.update(dict.fromkeys(self._state.objects))
+        self._relist = list(self._state.objects)  # a part at a time: serving must not stand still
         self._sweep_due = True
+
+    async def _relist_some(self) -> None:
+        """Write a part of what the index forgot; what changes meanwhile goes first."""
+        keys = self._relist[-_BATCH:]
+        for key in keys:
+            entry = self._state.objects.get(key)
+            if entry is not None:
+                entry.step(VisibilityEvent.UNLIST)
+        del self._relist[-_BATCH:]
+        await self.publish(keys)  # marks them dirty if nobody answers
 
     def _records(self, entry: Entry | None, number: int) -> bytes:
         """What the index shall hold of an object: only what is true at this moment."""
