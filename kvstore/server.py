@@ -38,7 +38,8 @@ from headrace.kvstore.writer import Writer
 
 log = logging.getLogger(__name__)
 _EXPIRE_S = 0.2  # how often leases and reservations are looked through
-_READ_THREADS = 2
+_READ_THREADS = 4
+_WRITE_THREADS = 4
 _SCRAPE_S = 2.0  # a scrape gets what there is by then
 
 
@@ -83,7 +84,7 @@ async def run_store(
         files = SegmentFiles(store, calls)
         stack.callback(files.close)
         await asyncio.to_thread(_open_files, files, state)
-        writing = stack.enter_context(ThreadPoolExecutor(1, "store-write"))
+        writing = stack.enter_context(ThreadPoolExecutor(_WRITE_THREADS, "store-write"))
         reading = stack.enter_context(ThreadPoolExecutor(_READ_THREADS, "store-read"))
         epoch = int(boot[:8], 16)
         publisher = Publisher(state, store, leases, clock, role.redis_url, files.uid, epoch)

@@ -19,7 +19,7 @@ from headrace.kvstore.layout import ObjectFacts
 from headrace.kvstore.loads import Loader
 from headrace.kvstore.messages import Reserve, cut_digests, unpack_sizes
 from headrace.kvstore.metrics import Snapshot, StoreMetrics
-from headrace.kvstore.objects import Entry, Reservation, Saving
+from headrace.kvstore.objects import Entry, Reservation
 from headrace.kvstore.peers import Peers
 from headrace.kvstore.peers_serve import PeerServer
 from headrace.kvstore.pins import PinBook
@@ -324,27 +324,25 @@ class Store:
 
     def stat(self) -> StoreStat:
         state, count = self.state, self.state.count
-        objects = state.objects.values()
         pools = state.residents.pools.values()
-        durable = [e for e in objects if e.disk is not None]
         return StoreStat(
             boot=state.boot,
-            blocks=sum(e.kind is Kind.KV for e in objects),
-            windows=sum(e.kind is Kind.SWA for e in objects),
-            pictures=sum(e.kind is Kind.MM for e in objects),
-            states=sum(e.kind is Kind.STATE for e in objects),
+            blocks=state.by_kind[Kind.KV],
+            windows=state.by_kind[Kind.SWA],
+            pictures=state.by_kind[Kind.MM],
+            states=state.by_kind[Kind.STATE],
             arena_slots=sum(pool.total for pool in pools),
             arena_free=sum(pool.free for pool in pools),
             arena_reserved=sum(pool.reserved for pool in pools),
             arena_resident=sum(pool.resident for pool in pools),
-            arena_bytes=sum(e.facts.payload_bytes for e in objects if e.slot is not None),
-            ssd_objects=len(durable),
-            ssd_bytes=sum(e.facts.payload_bytes for e in durable),
+            arena_bytes=state.residents.payload_bytes,
+            ssd_objects=state.disks.objects,
+            ssd_bytes=state.disks.payload_bytes,
             ssd_segments=len(self._files.segments),
             ssd_segments_free=sum(s.header.kind is None for s in self._files.segments),
-            pending=sum(e.saving in (Saving.WAITING, Saving.WRITING) for e in objects),
+            pending=len(state.pending),
             leases=len(state.leases),
-            leased_objects=sum(bool(e.leases) for e in objects),
+            leased_objects=state.leases.held,
             reservations=len(state.reserving),
             connections=self.connections,
             hits=count.hits,
