@@ -1,7 +1,8 @@
 """The `headrace` command: up, down, status, chat, role, model, layout, version.
 
 Every message that refuses something says what to do instead. Nothing here imports ray or torch:
-the leader and the roles do, in their own processes.
+the leader and the roles do, in their own processes. What a command needs is imported when it runs,
+so that `--help` is there at once.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.cluster.config import load_config
-from headrace.cluster.launch import INTERRUPTS, Launch, end_cluster, running_clusters
-from headrace.cluster.roles import SERVING_ROLES, build_id, check_role, run_plain
-from headrace.cluster.rundir import Phase, RunDir, check_name, headrace_home, known_clusters
+from headrace.cluster import model_cli
 from headrace.core.errors import ConfigError, HeadraceError
+
+if TYPE_CHECKING:
+    from headrace.cluster.launch import Launch
+    from headrace.cluster.rundir import RunDir
 
 T = TypeVar("T")
 app = typer.Typer(
@@ -77,6 +79,8 @@ def up(
     A second cluster needs a name and a port of its own: --name OTHER --port N.
 
     State, keys and logs lie in ~/.headrace/NAME, or under $HEADRACE_HOME."""
+    from headrace.cluster.launch import INTERRUPTS, Launch
+
     launch = _or_exit(
         lambda: Launch(config, name, port=port, foreground=foreground, insecure=insecure)
     )
@@ -111,6 +115,8 @@ def down(
     name: ClusterName = "",
 ) -> None:
     """End a cluster and every process of it; other clusters are not touched."""
+    from headrace.cluster.launch import end_cluster
+
     run = _or_exit(lambda: _pick(name, for_what="end"))
     ended = _or_exit(lambda: end_cluster(run, _say))
     if ended:
@@ -164,7 +170,7 @@ def role(
     kind: Annotated[
         str,  # no enum: its choices would fill the help and break inside a word
         typer.Argument(
-            metavar="KIND", help=f"One of {', '.join(SERVING_ROLES)}.", show_default=False
+            metavar="KIND", help="store, vision, prefill, decode or router.", show_default=False
         ),
     ],
     config: Annotated[Path, typer.Option("--config", help="Cluster file.", show_default=False)],
@@ -187,6 +193,9 @@ def role(
     """Run one role as a plain process, without Ray, until SIGTERM.
 
     The roles of one cluster find each other through the Redis of its configuration."""
+    from headrace.cluster.config import load_config
+    from headrace.cluster.roles import check_role, run_plain
+    from headrace.cluster.rundir import RunDir, check_name, headrace_home
 
     def serve() -> None:
         settings = load_config(config, cluster=cluster)
@@ -196,29 +205,15 @@ def role(
     _or_exit(serve)
 
 
-# The model room's commands parse their own arguments: importing them here would load torch.
-_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-
-@app.command(context_settings=_PASSED_ON)
-def model(context: typer.Context) -> None:
-    """Inspect, convert or make checkpoints: headrace model inspect|convert|random --help."""
-    from headrace.model.cli import app as model_app
-
-    model_app(context.args, prog_name="headrace model")
-
-
-@app.command(context_settings=_PASSED_ON)
-def layout(context: typer.Context) -> None:
-    """Print what a model's state takes, byte by byte, and how much fits: headrace layout --help."""
-    from headrace.model.cli import app as model_app
-
-    model_app(["layout", *context.args], prog_name="headrace")
+app.add_typer(model_cli.app)
+app.command()(model_cli.layout)
 
 
 @app.command()
 def version() -> None:
     """Print the build: version, and commit if this is an installed wheel."""
+    from headrace.cluster.roles import build_id
+
     out.print(f"headrace {build_id()} (Python {sys.version.split()[0]})")
 
 
@@ -228,6 +223,8 @@ def main() -> None:
 
 
 def _print_welcome(launch: Launch) -> None:
+    from headrace.cluster.launch import running_clusters
+
     state, key = launch.state(), launch.first_key()
     body = json.dumps(
         {
@@ -255,6 +252,9 @@ def _invoked() -> str:
 
 
 def _pick(name: str, *, for_what: str) -> RunDir:
+    from headrace.cluster.launch import running_clusters
+    from headrace.cluster.rundir import RunDir, headrace_home
+
     home = headrace_home()
     if name:
         run = RunDir(home, name)
@@ -276,6 +276,8 @@ def _pick(name: str, *, for_what: str) -> RunDir:
 
 def _failed(home: Path) -> str:
     """Words on clusters whose last run failed, for somebody who looks for a running one."""
+    from headrace.cluster.rundir import Phase, known_clusters
+
     states = {run.cluster: run.read_state() for run in known_clusters(home)}
     found = [name for name, state in states.items() if state and state.phase is Phase.FAILED]
     return f" ({', '.join(found)} failed: `headrace status --name` tells why)" if found else ""

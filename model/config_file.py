@@ -81,7 +81,8 @@ def read_values(
     `scaling_type` and `vision_type` are the classes of `rope_scaling` and `vision`.
     """
     family = family_of(data)
-    if "family" in data or "family" in dict(data.get("text_config") or {}):
+    text = data.get("text_config")
+    if "family" in data or isinstance(text, Mapping) and "family" in text:
         raise ConfigError("family: unknown key, wanted model_type, which says it")
     values = _v4_values(data) if family is Family.V4 else _v41_values(data)
     for key, wanted in _FIXED_BY_FAMILY[family].items():
@@ -106,7 +107,8 @@ def _v41_values(data: Mapping[str, Any]) -> dict[str, Any]:
     """The nested layout. Special ids may stand at the top or in `text_config`."""
     top = {k: v for k, v in data.items() if k not in _IGNORED_KEYS}
     if not isinstance(top.get("text_config"), Mapping):
-        raise ConfigError("text_config: found nothing, wanted an object with the model's keys")
+        found = repr(top["text_config"])[:60] if "text_config" in top else "nothing"
+        raise ConfigError(f"text_config: found {found}, wanted an object with the model's keys")
     values = {k: v for k, v in top.pop("text_config").items() if k not in _IGNORED_KEYS}
     for key in (*_TOP_KEYS, "vision_config"):
         if key in top:

@@ -24,6 +24,9 @@ from headrace.model.layout import BLOCK_TOKENS, CacheLayout, SourceLayout
 
 TAIL_VALUE_BYTES = 4  # float32, as `fast` numerics hold compressor tails
 RECORD_SPACING_TOKENS = 8192  # a window record is kept at least this often
+MOST_DEVICES = 4096
+MOST_MEMORY_BYTES = 1 << 50
+MOST_ROWS = 1024  # of a verify step
 _CONTEXTS = (1024, 8192, 32_768, 131_072, 1_048_576)
 
 
@@ -169,13 +172,17 @@ def layout_report(
 ) -> LayoutReport:
     """The arithmetic of one configuration; `memory_bytes` is that of one device.
 
-    Raises ConfigError naming the bound and the value: keep below the window, tp or backtrack below
-    1, a window that its ring cannot hold.
+    Raises ConfigError naming the bound and the value: keep below the window, tp, memory or
+    backtrack out of bounds.
     """
-    if tp < 1:
-        raise ConfigError(f"tp: found {tp}, wanted at least 1")
-    if memory_bytes is not None and memory_bytes < 1:
-        raise ConfigError(f"memory_bytes: found {memory_bytes}, wanted at least 1")
+    for name, value, most in (
+        ("tp", tp, MOST_DEVICES),
+        ("memory_bytes", memory_bytes, MOST_MEMORY_BYTES),
+        ("backtrack_rows", backtrack_rows, MOST_ROWS),
+        ("keep_tokens", keep_tokens, config.max_position_embeddings),
+    ):
+        if value is not None and not 1 <= value <= most:
+            raise ConfigError(f"{name}: found {value}, wanted in 1..{most}")
     check_keep(config.sliding_window, keep_tokens)
     layout = CacheLayout.of(config, backtrack_rows)
     table = tensor_table(config, quantisation)

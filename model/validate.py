@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NoReturn
 
 from headrace.model.engram_hash import ascending, sum_of_primes
@@ -10,31 +11,58 @@ from headrace.model.errors import ConfigError
 if TYPE_CHECKING:
     from headrace.model.config import ModelConfig
 
-_POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "head_dim",
-    "q_lora_rank",
-    "o_groups",
-    "o_lora_rank",
-    "sliding_window",
-    "moe_intermediate_size",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "index_n_heads",
-    "index_head_dim",
-    "index_topk",
-    "max_position_embeddings",
-    "hc_mult",
-    "hc_sinkhorn_iters",
-    "candidate_topk_blocks",
-    "engram_compressed_vocab_size",
-    "engram_n_heads",
-    "engram_head_dim",
-    "engram_vocab_size",
+# Key -> least and most. The upper bounds are several times the published sizes: a number beyond
+# is a slip or an attack, which else would be noticed when memory or patience ends.
+_BOUNDS: dict[str, tuple[int, int]] = {
+    "vocab_size": (1, 1 << 24),
+    "hidden_size": (1, 1 << 17),
+    "num_hidden_layers": (1, 1024),
+    "num_attention_heads": (1, 4096),
+    "head_dim": (1, 1 << 14),
+    "q_lora_rank": (1, 1 << 17),
+    "o_groups": (1, 4096),
+    "o_lora_rank": (1, 1 << 17),
+    "sliding_window": (1, 1 << 20),
+    "moe_intermediate_size": (1, 1 << 18),
+    "n_routed_experts": (1, 1 << 14),
+    "num_experts_per_tok": (1, 1 << 14),
+    "index_n_heads": (1, 4096),
+    "index_head_dim": (1, 1 << 14),
+    "index_topk": (1, 1 << 24),
+    "max_position_embeddings": (1, (1 << 31) - 1),
+    "hc_mult": (1, 64),
+    "hc_sinkhorn_iters": (1, 1000),
+    "candidate_topk_blocks": (1, 1 << 24),
+    "engram_compressed_vocab_size": (1, 1 << 24),
+    "engram_max_ngram_size": (2, 16),
+    "engram_n_heads": (1, 256),
+    "engram_head_dim": (1, 1 << 14),
+    "engram_vocab_size": (1, 1 << 32),
+    "num_nextn_predict_layers": (0, 64),
+    "dspark_block_size": (1, 256),
+    "dspark_markov_rank": (1, 1 << 17),
+    "dspark_n_routed_experts": (1, 1 << 14),
+    "dspark_num_experts_per_tok": (1, 1 << 14),
+}
+_VISION_BOUNDS: dict[str, tuple[int, int]] = {
+    "num_hidden_layers": (1, 1024),
+    "hidden_size": (1, 1 << 15),
+    "num_attention_heads": (1, 1024),
+    "intermediate_size": (1, 1 << 17),
+    "patch_size": (1, 1024),
+    "downsample": (1, 64),
+    "max_image_tokens": (1, 1 << 20),
+    "min_pixels": (0, 1 << 32),
+}
+_POSITIVE_NUMBERS = (
+    "routed_scaling_factor",
+    "swiglu_limit",
+    "rms_norm_eps",
+    "hc_eps",
+    "rope_theta",
+    "compress_rope_theta",
 )
+_MOST_EXPERTS = 1 << 18  # of all layers: each is six tensors of a checkpoint
 
 
 def _refuse(key: str, found: object, wanted: str) -> NoReturn:
@@ -43,9 +71,10 @@ def _refuse(key: str, found: object, wanted: str) -> NoReturn:
 
 def validate(c: ModelConfig) -> None:
     """Raise `ConfigError` on the first rule that `c` breaks; `c` is not changed."""
-    for key in _POSITIVE:
-        if getattr(c, key) < 1:
-            _refuse(key, getattr(c, key), "at least 1")
+    for key, (least, most) in _BOUNDS.items():
+        if not least <= getattr(c, key) <= most:
+            _refuse(key, getattr(c, key), f"in {least}..{most}")
+    _validate_numbers(c)
     _validate_dimensions(c)
     if c.is_v4:
         _validate_v4(c)
@@ -55,6 +84,26 @@ def validate(c: ModelConfig) -> None:
     _validate_index(c)
     _validate_engram(c)
     _validate_ids(c)
+
+
+def _validate_numbers(c: ModelConfig) -> None:
+    numbers = {key: getattr(c, key) for key in _POSITIVE_NUMBERS}
+    numbers |= {f"rope_scaling.{k}": v for k, v in vars(c.rope_scaling).items()}
+    if (vision := c.vision) is not None:
+        for key, (least, most) in _VISION_BOUNDS.items():
+            if not least <= (found := getattr(vision, key)) <= most:
+                _refuse(f"vision_config.{key}", found, f"in {least}..{most}")
+        for key in ("rope_theta", "rms_norm_eps"):
+            numbers[f"vision_config.{key}"] = getattr(vision, key)
+        if vision.max_wh_ratio is not None:
+            numbers["vision_config.max_wh_ratio"] = vision.max_wh_ratio
+    for key, value in numbers.items():
+        if not (math.isfinite(value) and value > 0):
+            _refuse(key, value, "a finite number above 0")
+    experts = c.num_hidden_layers * c.n_routed_experts
+    experts += c.num_nextn_predict_layers * c.dspark_n_routed_experts
+    if experts > _MOST_EXPERTS:
+        _refuse("n_routed_experts", f"{experts} in all layers", f"at most {_MOST_EXPERTS}")
 
 
 def _validate_dimensions(c: ModelConfig) -> None:
@@ -179,8 +228,6 @@ def _validate_engram(c: ModelConfig) -> None:
         not 0 <= i < c.num_hidden_layers for i in c.engram_layer_ids
     ):
         _refuse("engram_layer_ids", c.engram_layer_ids, "ascending layer numbers")
-    if c.engram_max_ngram_size < 2:
-        _refuse("engram_max_ngram_size", c.engram_max_ngram_size, "at least 2")
     sums = sum_of_primes(
         len(c.engram_layer_ids), c.engram_max_ngram_size, c.engram_n_heads, c.engram_vocab_size
     )
@@ -204,16 +251,11 @@ def _validate_ids(c: ModelConfig) -> None:
 
 
 def _validate_drafter(c: ModelConfig) -> None:
-    if c.num_nextn_predict_layers < 0:
-        _refuse("num_nextn_predict_layers", c.num_nextn_predict_layers, "at least 0")
     if not c.num_nextn_predict_layers:
         return
     taps = c.dspark_target_layer_ids
     if not taps or not ascending(taps) or any(not 0 <= i < c.num_hidden_layers for i in taps):
         _refuse("dspark_target_layer_ids", taps, "one or more ascending layer numbers")
-    for key in ("dspark_block_size", "dspark_markov_rank", "dspark_num_experts_per_tok"):
-        if getattr(c, key) < 1:
-            _refuse(key, getattr(c, key), "at least 1")
     if c.dspark_num_experts_per_tok > c.dspark_n_routed_experts:
         most = c.dspark_n_routed_experts
         _refuse("dspark_num_experts_per_tok", c.dspark_num_experts_per_tok, f"at most {most}")

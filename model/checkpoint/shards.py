@@ -57,12 +57,18 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON number")
+
+
 def parse_json(name: str, raw: bytes) -> dict[str, Any]:
     """A JSON object; an object that has a key twice is refused. Raises CheckpointError."""
     try:
-        value = json.loads(raw, object_pairs_hook=_no_duplicates)
+        value = json.loads(raw, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         kind, place = type(error).__name__, ""
+        if type(error) is ValueError:
+            kind = str(error)
         if isinstance(error, json.JSONDecodeError):
             place = f" at line {error.lineno} column {error.colno}"
         raise CheckpointError(
@@ -76,6 +82,8 @@ def parse_json(name: str, raw: bytes) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """A file's JSON object. Raises CheckpointError if it is absent, too long or malformed."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would block the open
+            raise CheckpointError(f"{path.name}: found no regular file, wanted one")
         with path.open("rb") as file:
             raw = file.read(MAX_JSON_BYTES + 1)
     except FileNotFoundError:

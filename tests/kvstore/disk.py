@@ -119,8 +119,7 @@ class Dying(Watched):
             return carry_out()
         if self.half and op.name == "write":
             descriptor = next(d for d, name in self.names.items() if name == op.file)
-            half = op.data[: len(op.data) // 2 // SECTOR * SECTOR]
-            os.pwrite(descriptor, _aligned(half), op.offset)
+            os.pwrite(descriptor, op.data[: len(op.data) // 2 // SECTOR * SECTOR], op.offset)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("SIGKILL had no effect")
 
@@ -249,10 +248,7 @@ class Troubled(FileCalls):
     def preadv(self, descriptor: int, buffers, offset: int) -> int:
         self._fail("preadv")
         first = self._cut("preadv", buffers[0])
-        if self.short and len(first) < sum(map(len, buffers)):
-            self.took_effect["short preadv"] += len(first) == len(buffers[0])
-            buffers = [first]
-        return super().preadv(descriptor, buffers, offset)
+        return super().preadv(descriptor, [first] if self.short else buffers, offset)
 
     def sync(self, descriptor: int) -> None:
         self._fail("sync")

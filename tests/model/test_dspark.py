@@ -288,10 +288,13 @@ def test_a_model_without_drafter_has_no_rings_for_one(
         ({"dspark_target_layer_ids": ()}, "dspark_target_layer_ids: found ()"),
         ({"dspark_target_layer_ids": (3, 2)}, "ascending layer numbers"),
         ({"dspark_target_layer_ids": (4,)}, "dspark_target_layer_ids: found (4,)"),
-        ({"dspark_block_size": 0}, "dspark_block_size: found 0, wanted at least 1"),
+        ({"dspark_block_size": 0}, "dspark_block_size: found 0, wanted in 1..256"),
         ({"dspark_num_experts_per_tok": 5}, "dspark_num_experts_per_tok: found 5, wanted at most"),
         ({"dspark_noise_token_id": -1}, "dspark_noise_token_id: found -1"),
-        ({"num_nextn_predict_layers": -1, "compress_ratios": (0, 2, 1)}, "at least 0"),
+        (
+            {"num_nextn_predict_layers": -1, "compress_ratios": (0, 2, 1)},
+            "found -1, wanted in 0..64",
+        ),
     ],
 )
 def test_a_drafter_that_cannot_be_is_refused(changes: dict[str, Any], sentence: str) -> None:

@@ -1,9 +1,10 @@
 """Random models of both families, and how the properties of this folder are run.
 
 A property is a function of hypothesis' `data`; `holds` runs it over a fixed number of examples, the
-same ones each time, and `caught` demands that a deliberately wrong variant of it fails. A larger
-search, with other examples every time:
+same ones each time, and `caught` demands that a deliberately wrong variant of it fails. Eight times
+as many, others every time, and a search of any size:
 
+    pytest tests/model/properties -m slow
     pytest tests/model/properties --hypothesis-profile=large --timeout=3600
 """
 
@@ -26,17 +27,18 @@ from headrace.model.engram_hash import sum_of_primes
 from headrace.model.slot_bytes import pack_state, unpack_state
 
 BLOCK = 128
-LARGE_FACTOR = 25
+SLOW_FACTOR, LARGE_FACTOR = 8, 25
 ENGRAM_BOUND = 53
 
 Check = Callable[[Any], None]
 
 
-def _settings(examples: int) -> settings:
+def _settings(examples: int, factor: int) -> settings:
     large = settings.get_current_profile_name() == "large"
     return settings(
-        max_examples=examples * (LARGE_FACTOR if large else 1),
-        derandomize=not large,
+        max_examples=examples * (LARGE_FACTOR if large else factor),
+        derandomize=not large and factor == 1,
+        print_blob=True,  # how to run a failing example again
         phases=tuple(Phase) if large else (Phase.generate,),  # shrinking takes minutes
         deadline=None,
         database=None,
@@ -53,12 +55,17 @@ def _plain(check: Check) -> Check:
     return body
 
 
-@pytest.fixture(scope="session")
-def holds() -> Callable[[Check, int], None]:
+_SLOW = (pytest.mark.slow, pytest.mark.timeout(900))
+
+
+@pytest.fixture(
+    scope="session", params=[1, pytest.param(SLOW_FACTOR, marks=_SLOW)], ids=["few", "many"]
+)
+def holds(request: pytest.FixtureRequest) -> Callable[[Check, int], None]:
     """holds(check, examples): no example fails."""
 
     def run(check: Check, examples: int) -> None:
-        _settings(examples)(given(st.data())(_plain(check)))()
+        _settings(examples, request.param)(given(st.data())(_plain(check)))()
 
     return run
 

@@ -1,0 +1,321 @@
+"""What `headrace model inspect|convert|random` and `headrace layout` do; their options are declared
+in the cluster room, which must not load torch to tell of them.
+
+Every function prints its result, a table or JSON, on standard output and progress on standard
+error, and raises `ConfigError` or `CheckpointError` for what it refuses, before it writes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from headrace.core.deployment import MAX_SEED
+from headrace.model.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Quantisation,
+    ReleaseConfig,
+    Selection,
+    read_config,
+    released_quantisation,
+    tensors_digest,
+    totals_by_part,
+    write_random,
+)
+from headrace.model.checkpoint import convert as convert_checkpoint
+from headrace.model.checkpoint.load import TOKENIZER_NAME
+from headrace.model.checkpoint.progress import progress_bar
+from headrace.model.checkpoint.shards import CONFIG_NAME, read_json
+from headrace.model.checkpoint.synthetic import stored_bytes
+from headrace.model.checkpoint.writer import DIGEST_KEY, companions_of
+from headrace.model.config import ModelConfig, package_models
+from headrace.model.errors import ConfigError
+from headrace.model.named import package_tokenizer
+from headrace.model.report import layout_report
+from headrace.model.report_views import as_json, draw_png, show_bytes, tables
+
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(|B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)")
+_POWERS = {"": 0, "B": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a checkpoint is to be written, as the options say it; checked where it is used."""
+
+    parts: str = "full"
+    max_shard: str = "10GiB"
+    prefix: bool = False
+    block: int | None = None  # None: as released
+    experts: str = "fp4"
+    bf16: bool = False
+
+    def selection(self) -> Selection:
+        if self.parts not in tuple(Selection):
+            wanted = ", ".join(Selection)
+            raise ConfigError(f"--parts: found {self.parts!r:.60}, wanted one of {wanted}")
+        return Selection(self.parts)
+
+    def shard_bytes(self) -> int:
+        if (n_bytes := parse_bytes(self.max_shard, "--max-shard")) < 1:
+            raise ConfigError(f"--max-shard: found {self.max_shard!r}, wanted at least 1 byte")
+        return n_bytes
+
+    def release(self, config: ModelConfig) -> ReleaseConfig:
+        side = released_quantisation(config).weight_block[0] if self.block is None else self.block
+        stored = None if self.bf16 else Quantisation((side, side), self.experts)
+        return ReleaseConfig(config, stored)
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """`141GB`, `80GiB`, `5000`: kB is 1,000 and KiB is 1,024. Raises ConfigError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{option}: found {text!r:.60}, wanted a size such as 141GB or 80GiB")
+    number, unit = match[1], match[2]
+    base = 1024 if "i" in unit else 1000
+    return int(float(number) * base ** _POWERS[unit[:1]])
+
+
+def layout(
+    name: str, memory: str, tp: int, backtrack: int, keep: int, json_: bool, png: Path | None
+) -> None:
+    """Bytes of a model's state and weights, and what fits."""
+    release = _release(name)
+    report = layout_report(
+        release.model,
+        parse_bytes(memory, "--memory") if memory else None,
+        tp,
+        backtrack,
+        keep,
+        quantisation=release.quantisation,
+    )
+    if png is not None:
+        _check_picture(png)
+        draw_png(report, png)
+    if json_:
+        _print_json(as_json(report))
+    else:
+        for table in tables(report):
+            _show(table)
+
+
+def inspect(folder: Path, values: bool, verify: bool, json_: bool) -> None:
+    """Check a checkpoint and say what it holds."""
+    with Checkpoint.open(_folder(folder), None) as checkpoint:
+        if values:
+            with progress_bar("decoding", enabled=not json_) as report:
+                for _ in checkpoint.stream(on_progress=report):
+                    pass
+        digest = checkpoint.index.metadata.get(DIGEST_KEY)
+        if verify:
+            with progress_bar("reading", enabled=not json_) as report:
+                found = tensors_digest(checkpoint, report)
+            if digest is not None and digest != found:
+                raise CheckpointError(f"{DIGEST_KEY}: found {found}, wanted {digest}")
+            digest = found
+        facts = _facts(checkpoint, digest if isinstance(digest, str) else None)
+        _print_facts(folder, facts, json_)
+
+
+def convert(source: Path, target: Path, form: Form, json_: bool) -> None:
+    """Rewrite a checkpoint in another form."""
+    parts = form.selection()
+    with Checkpoint.open(_folder(source), parts) as checkpoint:
+        release = form.release(checkpoint.release.model)
+        shard_bytes = form.shard_bytes()
+        _check_target(target, stored_bytes(release, parts))
+        with progress_bar("writing", enabled=not json_) as report:
+            digest = convert_checkpoint(
+                checkpoint,
+                target,
+                release,
+                max_shard_bytes=shard_bytes,
+                prefix="model." if form.prefix else "",
+                companions=companions_of(source),
+                on_progress=report,
+            )
+    _written(target, digest, json_)
+
+
+def random(
+    name: str, target: Path, seed: int, form: Form, tokenizer: Path | None, json_: bool
+) -> None:
+    """Write a checkpoint of random weights."""
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"--seed: found {seed}, wanted in 0..{MAX_SEED}")
+    parts, model = form.selection(), _release(name).model
+    release, companions = form.release(model), _tokenizer(tokenizer, model.vocab_size)
+    shard_bytes = form.shard_bytes()
+    _check_target(target, stored_bytes(release, parts))
+    with progress_bar("writing", enabled=not json_) as report:
+        digest = write_random(
+            target,
+            release,
+            seed,
+            selection=parts,
+            max_shard_bytes=shard_bytes,
+            prefix="model." if form.prefix else "",
+            companions=companions,
+            on_progress=report,
+        )
+    _written(target, digest, json_)
+
+
+# ---- what the arguments mean ---------------------------------------------------------------
+
+
+def _release(name: str) -> ReleaseConfig:
+    """A package model (quantised as released), a configuration file or a checkpoint's."""
+    if name in package_models():
+        config = ModelConfig.load(name)
+        return ReleaseConfig(config, released_quantisation(config))
+    path = Path(name)
+    if not name or not (name.endswith(".json") or "/" in name or _is_there(path)):
+        known = ", ".join(package_models())
+        raise ConfigError(
+            f"CONFIG: found {name!r:.80}, wanted one of {known}, a config.json or a checkpoint"
+        )
+    return read_config(read_json(path / CONFIG_NAME if path.is_dir() else path))
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _folder(path: Path) -> Path:
+    if not _is_there(path) or not path.is_dir():
+        raise ConfigError(f"{str(path)[-200:]}: found no folder, wanted that of a checkpoint")
+    return path
+
+
+def _tokenizer(path: Path | None, vocab_size: int) -> dict[str, bytes]:
+    """The file that goes along: the one named, or the package's of that size, or none."""
+    if path is None:
+        try:
+            return {TOKENIZER_NAME: package_tokenizer(vocab_size).to_str().encode()}
+        except ConfigError:  # none of that size: the checkpoint goes without
+            return {}
+    if not _is_there(path) or not path.is_file():
+        raise ConfigError(f"--tokenizer: {str(path)[-200:]} is no file, wanted a tokenizer.json")
+    raw = path.read_bytes()
+    try:
+        size = Tokenizer.from_buffer(raw).get_vocab_size()
+    except Exception as error:  # the library raises no other
+        raise ConfigError(
+            f"--tokenizer: {path.name} cannot be read as a tokenizer ({str(error)[:100]})"
+        ) from None
+    if size > vocab_size:
+        raise ConfigError(
+            f"--tokenizer: found {size} ids in {path.name}, wanted at most the vocabulary's"
+            f" {vocab_size}"
+        )
+    return {TOKENIZER_NAME: raw}
+
+
+def _check_target(folder: Path, n_bytes: int) -> None:
+    """Refuse before any work: a folder that exists, a place that cannot be, a disk too full."""
+    try:
+        found = folder.exists() or folder.is_symlink()
+        place = folder.absolute().parent
+        while not place.exists():
+            place = place.parent
+    except (OSError, ValueError):
+        raise ConfigError(f"{str(folder)[:80]!r}: no folder can have that name") from None
+    if found:
+        raise ConfigError(f"{folder}: exists already; name a new folder or remove it")
+    if not place.is_dir():
+        raise ConfigError(f"{folder}: cannot be made, {place} is no folder")
+    free = shutil.disk_usage(place).free
+    if n_bytes > free:
+        raise ConfigError(
+            f"{folder.name}: needs {show_bytes(n_bytes)} of disk, {show_bytes(free)} are free"
+        )
+
+
+def _check_picture(path: Path) -> None:
+    if path.suffix != ".png":
+        raise ConfigError(f"--png: found {str(path)[-200:]}, wanted a file name that ends in .png")
+    if not _is_there(path.absolute().parent) or path.is_dir():
+        raise ConfigError(f"--png: {str(path)[-200:]} cannot be written: wanted a file in a folder")
+
+
+# ---- what is printed -----------------------------------------------------------------------
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _show(table: Table) -> None:
+    """A table with every figure whole: one that is wider than the terminal wraps there, and
+    programs get it as it is."""
+    console = Console(highlight=False)
+    wide = console.measure(table, options=console.options.update(width=10_000)).maximum
+    if wide > console.width or not console.is_terminal:
+        console = Console(highlight=False, width=max(wide, 40))
+    console.print(table, soft_wrap=True)
+
+
+def _facts(checkpoint: Checkpoint, digest: str | None) -> dict[str, Any]:
+    parts = totals_by_part(checkpoint.entries)
+    quantisation = checkpoint.release.quantisation
+    return {
+        "shards": len(checkpoint.shards),
+        "tensors": sum(total.n_tensors for total in parts.values()),
+        "parameters": sum(total.n_parameters for total in parts.values()),
+        "bytes": checkpoint.total_bytes,
+        "read_bytes": checkpoint.meter.read_bytes,
+        "weight_block": None if quantisation is None else list(quantisation.weight_block),
+        "expert_dtype": None if quantisation is None else quantisation.expert_dtype,
+        DIGEST_KEY: digest,
+        "parts": {
+            part.value: {
+                "tensors": total.n_tensors,
+                "parameters": total.n_parameters,
+                "bytes": total.n_bytes,
+            }
+            for part, total in parts.items()
+        },
+        "selections": {
+            selection.value: sum(parts[p].n_bytes for p in selection.parts if p in parts)
+            for selection in Selection
+        },
+    }
+
+
+def _print_facts(folder: Path, facts: dict[str, Any], json_: bool) -> None:
+    if json_:
+        _print_json(facts)
+        return
+    block, experts = facts["weight_block"], facts["expert_dtype"]
+    kind = "BF16" if block is None else f"FP8 {block[0]}x{block[1]}, experts {experts.upper()}"
+    table = Table(title=f"{escape(folder.name)}: {facts['shards']} shards, {kind}")
+    table.add_column("part")
+    for head in ("tensors", "parameters", "bytes"):
+        table.add_column(head, justify="right")
+    for part, total in facts["parts"].items():
+        table.add_row(part.replace("_", " "), *(f"{value:,}" for value in total.values()))
+    table.add_section()
+    table.add_row("all", *(f"{facts[key]:,}" for key in ("tensors", "parameters", "bytes")))
+    _show(table)
+    loads = ", ".join(f"{k} {show_bytes(v)}" for k, v in facts["selections"].items())
+    print(f"a role loads: {loads}")
+    print(f"{DIGEST_KEY} {facts[DIGEST_KEY] or 'not recorded'}")
+
+
+def _written(folder: Path, digest: str, json_: bool) -> None:
+    with Checkpoint.open(folder, None) as checkpoint:  # what was written reads
+        _print_facts(folder, _facts(checkpoint, digest), json_)
