@@ -117,6 +117,11 @@ class Arena:
         begin = region.offset(slot)
         return self._bytes[begin : begin + payload_bytes]
 
+    def slot(self, region: Region, slot: int) -> memoryview:
+        """A writable view of a whole slot, which begins at a multiple of 4 KiB in memory."""
+        begin = region.offset(slot)
+        return self._bytes[begin : begin + region.slot_bytes]
+
     def bytes_at(self, place: Place) -> memoryview:
         """The payload bytes at a place that was read; nothing is verified here."""
         return self._bytes[place.offset : place.offset + place.payload_bytes]

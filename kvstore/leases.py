@@ -31,6 +31,7 @@ class LeaseBook:
         self._leases: dict[JobKey, _Lease] = {}
         self._over: OrderedDict[JobKey, float] = OrderedDict()
         self.late = 0
+        self.held = 0  # objects that any lease holds
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -54,6 +55,7 @@ class LeaseBook:
             lease = self._leases[owner] = _Lease(0.0)
         lease.expires_s = self._clock.now_s() + self._lease_s
         lease.entries.add(entry)
+        self.held += not entry.leases
         entry.leases.add(owner)
         return True
 
@@ -97,6 +99,7 @@ class LeaseBook:
     ) -> tuple[Entry, ...]:
         for entry in entries:
             lease.entries.discard(entry)
+            self.held -= entry.leases == {owner}
             entry.leases.discard(owner)
         if not lease.entries:
             self._leases.pop(owner, None)

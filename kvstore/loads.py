@@ -7,12 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from headrace.kvstore.layout import checksum
+from headrace.kvstore.layout import SlotHeader, checksum
 from headrace.kvstore.objects import Entry
 from headrace.kvstore.segments import SegmentFiles
+from headrace.kvstore.slot_io import SlotMove
 from headrace.kvstore.state import StoreState
 
-_BATCH = 32  # slots read in one go of an I/O thread
+_JOB_BYTES = 512 << 10  # read in one go of an I/O thread; several are under way
 
 
 class Loader:
@@ -69,8 +70,10 @@ class Loader:
                 waits.add(running)
             self._state.pin(entry)
             pinned.append(entry)
-        for begin in range(0, len(wanted), _BATCH):
-            batch = wanted[begin : begin + _BATCH]
+        size = max((entry.facts.payload_bytes for entry, _ in wanted), default=1)
+        most = max(1, _JOB_BYTES // size)
+        for begin in range(0, len(wanted), most):
+            batch = wanted[begin : begin + most]
             task = asyncio.create_task(self._load(batch), name="store-load")
             waits.add(task)
             self._running.update((entry.key, task) for entry, _ in batch)
@@ -90,20 +93,33 @@ class Loader:
                 self._state.unpin(entry)
 
     def _read(self, batch: Sequence[tuple[Entry, int]]) -> list[bool]:
-        return [self._read_one(entry, slot) for entry, slot in batch]
+        # In an I/O thread; the entries are pinned, so neither their disk places nor slots move.
+        residents, moves = self._state.residents, []
+        for entry, slot in batch:
+            region = residents.regions[entry.kind]
+            disk = entry.disk
+            if disk is None or self._files.slot_bytes(disk.segment) != region.slot_bytes:
+                return [self._read_one(entry, slot) for entry, slot in batch]
+            moves.append(SlotMove(disk, residents.arena.slot(region, slot)))
+        found = zip(batch, moves, self._files.read_moves(moves), strict=True)
+        return [_is_sound(entry, header, move.memory) for (entry, _), move, header in found]
 
     def _read_one(self, entry: Entry, slot: int) -> bool:
-        # In an I/O thread; the entry is pinned, so neither its disk place nor the slot moves.
+        """Of a segment whose slots have another size than the arena's: written under other
+        settings."""
         residents, disk = self._state.residents, entry.disk
         if disk is None:
             return False
         payload = residents.arena.payload(
             residents.regions[entry.kind], slot, entry.facts.payload_bytes
         )
-        header = self._files.read(disk, payload)
-        return (
-            header is not None
-            and header.facts == entry.facts
-            and header.checksum == entry.checksum
-            and checksum(payload) == entry.checksum
-        )
+        return _is_sound(entry, self._files.read(disk, payload), payload)
+
+
+def _is_sound(entry: Entry, header: SlotHeader | None, memory: memoryview) -> bool:
+    return (
+        header is not None
+        and header.facts == entry.facts
+        and header.checksum == entry.checksum
+        and checksum(memory[: entry.facts.payload_bytes]) == entry.checksum
+    )

@@ -32,6 +32,9 @@ class Saving(StrEnum):
     HELD_BACK = "held_back"  # a window record that has not earned its bytes: written when used
 
 
+PENDING = frozenset((Saving.WAITING, Saving.WRITING))
+
+
 @dataclass(frozen=True, slots=True)
 class DiskPlace:
     """One slot of one use of a segment."""

@@ -52,12 +52,23 @@ end
 return #KEYS
 """
 
+# Claim objects: KEYS claims, ARGV: uid, PX. 1 for each that is ours: now, by an earlier claim,
+# perhaps of an earlier life, or because the key is of another type.
+_CLAIM = """
+local ours = {}
+for i, key in ipairs(KEYS) do
+  local value = redis.pcall('SET', key, ARGV[1], 'NX', 'GET', 'PX', ARGV[2])
+  ours[i] = (type(value) ~= 'string' or value == ARGV[1]) and 1 or 0
+end
+return ours
+"""
+
 # Claim or renew a store number: KEYS[1] its key, ARGV: uid, live record, PX. Returns the record
 # that stood there ('' when none), or nil when another store has the number.
 _BEAT = """
 local value = redis.pcall('GET', KEYS[1])
 if type(value) ~= 'string' then value = '' end
-if #value >= 8 and string.sub(value, -8) ~= ARGV[1] then return nil end
+if #value >= 20 and string.sub(value, 13, 20) ~= ARGV[1] then return nil end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return value
 """
@@ -89,6 +100,10 @@ class Publisher:
         self._written: set[bytes] = set()  # what Redis may hold of our live record
         self._wake = asyncio.Event()
         self._sweep_due = False
+        self.peer_address = ""  # where other stores may ask this one; told with the next beat
+        self._turn = asyncio.Lock()
+        self._relist: list[bytes] = []  # keys of objects that the index is to get anew
+        state.dirty.clear()  # the first beat lists everything that was found on disk
         self._under_way = 0  # keys whose records are being written
         self._current_s = clock.now_s()  # when the index held everything, as far as we know
         state.on_dirty = self._wake.set
@@ -102,7 +117,7 @@ class Publisher:
     @property
     def unlisted(self) -> int:
         """Objects whose record is still to be written, or being written."""
-        return len(self._state.dirty) + self._under_way
+        return len(self._state.dirty) + len(self._relist) + self._under_way
 
     @property
     def lag_s(self) -> float:
@@ -143,6 +158,8 @@ class Publisher:
                 await self._renew()
             if self._number is not None and self._state.dirty:
                 await self.publish(tuple(islice(self._state.dirty, _BATCH)))
+            elif self._number is not None and self._relist:
+                await self._relist_some()
             elif self._number is not None and self._sweep_due:
                 self._sweep_due = not await self._sweep()
             await self._rest(next_beat_s - loop.time())
@@ -154,7 +171,7 @@ class Publisher:
         if not self._link.healthy or self._number is None:
             await asyncio.sleep(max(0.0, left_s))
             return
-        if not self._state.dirty:
+        if not self._state.dirty and not self._relist:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, left_s)):
@@ -171,7 +188,11 @@ class Publisher:
     async def _publish_batch(self, keys: Sequence[bytes]) -> bool:
         if self._link is None or self._number is None:
             return False
-        number = self._number
+        async with self._turn:  # two writes of one key must arrive in the order of their making
+            return await self._write_records(keys, self._number)
+
+    async def _write_records(self, keys: Sequence[bytes], number: int) -> bool:
+        assert self._link is not None
         names = [record_key(*split_key(key)) for key in keys]
         records = [self._records(self._state.objects.get(key), number) for key in keys]
         for key in keys:
@@ -195,26 +216,17 @@ class Publisher:
         asked = tuple(entries)
         if self._link is None or not asked:
             return frozenset(asked)
-        keys = [claim_key(e.kind, e.facts.namespace, e.facts.digest) for e in asked]
         life_ms = max(1, round(self._settings.claim_s * 1000))
-
-        async def ask(client: Client) -> list[object]:
-            async with client.pipeline(transaction=False) as pipe:
-                for key in keys:
-                    pipe.set(key, self._uid, nx=True, px=life_ms, get=True)
-                return list(await pipe.execute(raise_on_error=False))
-
-        try:
-            answers = await self._link.call(ask)
-        except RedisAway:
-            return frozenset(asked)
-        # None: the claim is ours now; our own id: an earlier claim, perhaps of an earlier life;
-        # an error (a key of another type): claims only save work, so go on.
-        return frozenset(
-            entry
-            for entry, answer in zip(asked, answers, strict=True)
-            if not isinstance(answer, bytes) or answer == self._uid
-        )
+        mine: list[Entry] = []
+        for begin in range(0, len(asked), _BATCH):
+            batch = asked[begin : begin + _BATCH]
+            keys = [claim_key(e.kind, e.facts.namespace, e.facts.digest) for e in batch]
+            try:
+                answer = await self._link.script(_CLAIM, keys, self._uid, life_ms)
+            except RedisAway:
+                return frozenset((*mine, *asked[begin:]))  # claims only save work, so go on
+            mine += [entry for entry, won in zip(batch, answer, strict=True) if won]
+        return frozenset(mine)
 
     async def close(self) -> None:
         """Say that this store lives no more, so that its records count no longer."""
@@ -231,7 +243,7 @@ class Publisher:
         went back in time, and everything is written again."""
         assert self._link is not None
         self._beat += 1
-        live = LiveStore(self._epoch, self._beat, self._uid).pack()
+        live = LiveStore(self._epoch, self._beat, self._uid, self.peer_address).pack()
         life_ms = max(1, round(self._times.member_s * 1000))
         first = self._number if self._number is not None else int.from_bytes(self._uid[:2], "big")
         for step in range(_NUMBER_TRIES):
@@ -255,10 +267,18 @@ class Publisher:
 
     def _forgotten(self) -> None:
         log.info("the index gets all %d objects", len(self._state.objects))
-        for entry in self._state.objects.values():
-            entry.step(VisibilityEvent.UNLIST)
-        self._state.dirty.update(dict.fromkeys(self._state.objects))
+        self._relist = list(self._state.objects)  # a part at a time: serving must not stand still
         self._sweep_due = True
+
+    async def _relist_some(self) -> None:
+        """Write a part of what the index forgot; what changes meanwhile goes first."""
+        keys = self._relist[-_BATCH:]
+        for key in keys:
+            entry = self._state.objects.get(key)
+            if entry is not None:
+                entry.step(VisibilityEvent.UNLIST)
+        del self._relist[-_BATCH:]
+        await self.publish(keys)  # marks them dirty if nobody answers
 
     def _records(self, entry: Entry | None, number: int) -> bytes:
         """What the index shall hold of an object: only what is true at this moment."""

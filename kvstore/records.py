@@ -31,7 +31,8 @@ TIERS_BY_CODE = {code: tier for tier, code in TIER_CODES.items()}
 _NO_TIER: frozenset[Tier] = frozenset()
 _ONE_TIER = {code: frozenset((tier,)) for tier, code in TIER_CODES.items()}
 
-_LIVE = struct.Struct("<IQ8s")  # boot epoch | beat | store uid
+_LIVE = struct.Struct("<IQ8s")  # boot epoch | beat | store uid; then the address
+_ADDRESS_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +106,20 @@ class LiveStore:
     epoch: int
     beat: int
     uid: bytes  # 8 bytes, of the directory: a restart on it is the same store
+    address: str = ""  # where other stores may ask it; empty: nowhere
 
     def pack(self) -> bytes:
-        return _LIVE.pack(self.epoch, self.beat, self.uid)
+        return _LIVE.pack(self.epoch, self.beat, self.uid) + self.address.encode("ascii")
 
     @staticmethod
     def unpack(value: bytes | None) -> LiveStore | None:
-        if value is None or len(value) != _LIVE.size:
+        if value is None or not _LIVE.size <= len(value) <= _LIVE.size + _ADDRESS_BYTES:
             return None
-        return LiveStore(*_LIVE.unpack(value))
+        epoch, beat, uid = _LIVE.unpack_from(value)
+        address = value[_LIVE.size :]
+        if address and not (address.startswith(b"tcp://") and address.isascii()):
+            return None
+        return LiveStore(epoch, beat, uid, address.decode("ascii"))
 
 
 def usable_tiers(

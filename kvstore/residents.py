@@ -43,6 +43,7 @@ class Residents:
 
     def __init__(self, arena: Arena, policy: StorePolicy, clock: Clock) -> None:
         self.arena = arena
+        self.payload_bytes = 0  # of what lies in the arena
         self.groups = {
             domain_tag(share.domain): number
             for number, share in enumerate(policy.domain_shares, COMMON + 1)
@@ -97,6 +98,7 @@ class Residents:
         """A reserved slot holds this object's payload now; its header makes it readable."""
         pool, region = self.pools[entry.kind], self.regions[entry.kind]
         pool.fill(slot)
+        self.payload_bytes += entry.facts.payload_bytes
         entry.slot, entry.generation = slot, pool.generation(slot)
         group = self.group(entry.facts.domain)
         order = self.orders[entry.kind]
@@ -117,6 +119,7 @@ class Residents:
         assert entry.slot is not None
         self.arena.blank_header(self.regions[entry.kind], entry.slot)
         self.pools[entry.kind].give_resident(entry.slot)
+        self.payload_bytes -= entry.facts.payload_bytes
         entry.slot = None
         order = self.orders[entry.kind]
         order.leave(entry)

@@ -8,17 +8,18 @@ again, and a slot whose header carries another generation is free.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.core import faults
-from headrace.core.errors import ConfigError
-from headrace.kvstore.files import FileCalls, read_all, taken_bytes, write_all
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.kvstore.files import FileCalls, aligned_buffer, taken_bytes
 from headrace.kvstore.layout import (
+    ALIGN_BYTES,
     HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     VERSION,
@@ -29,9 +30,18 @@ from headrace.kvstore.layout import (
 )
 from headrace.kvstore.objects import DiskPlace
 from headrace.kvstore.settings import Kind, StoreSettings
+from headrace.kvstore.slot_io import (
+    SlotMove,
+    erase_slot,
+    read_slots,
+    spans,
+    stands_at,
+    write_page,
+    write_slots,
+)
 
 log = logging.getLogger(__name__)
-_BLANK = bytes(HEADER_BYTES)
+_SCAN_BYTES = 1 << 20
 SEGMENT_GLOB = "segment-*.seg"
 MAX_SEGMENTS = 1_000_000  # six digits in a name
 
@@ -57,7 +67,9 @@ class Segment:
 class SegmentFiles:
     """All segments of one directory. The directory's lock must be held (`lock_directory`).
 
-    Not thread-safe for writing: one thread writes; any may read."""
+    Threads may read and write slots at once, each slot by one of them; places are given out, and
+    segments reused, by one caller at a time. `direct` tells whether files pass the system's cache
+    by (O_DIRECT), which is tried first."""
 
     def __init__(self, settings: StoreSettings, calls: FileCalls | None = None) -> None:
         self._settings = settings
@@ -69,6 +81,7 @@ class SegmentFiles:
         self.segments: list[Segment] = []
         self._open: dict[Kind, Segment] = {}
         self.damaged_headers = 0
+        self.direct = True
 
     # start -----------------------------------------------------------------------------------
 
@@ -126,7 +139,7 @@ class SegmentFiles:
             )
 
     def _open_file(self, path: Path, number: int, size: int) -> Segment:
-        descriptor = self._calls.open(path, create=True)
+        descriptor = self._open_direct(path)
         try:
             header = self._read_segment_header(descriptor, number)
             known = self._calls.size_bytes(descriptor)
@@ -142,6 +155,21 @@ class SegmentFiles:
         except BaseException:
             self._calls.close(descriptor)
             raise
+
+    def _open_direct(self, path: Path) -> int:
+        if self.direct:
+            try:
+                return self._calls.open(path, create=True, direct=True)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+                log.warning(
+                    "%s has no O_DIRECT: segments go through the system's cache, which costs"
+                    " memory and time and is no safer",
+                    path.parent,
+                )
+        return self._calls.open(path, create=True)
 
     def _read_segment_header(self, descriptor: int, number: int) -> SegmentHeader:
         data = self._pread(descriptor, SEGMENT_HEADER_BYTES, 0)
@@ -165,10 +193,13 @@ class SegmentFiles:
         # Without its header a segment's generation is known from its slots only. The next use must
         # be newer than all of them, or old slots would come to life again.
         last = 0
-        for end in range(4096, self._calls.size_bytes(descriptor) + 1, 4096):
-            header = SlotHeader.unpack(self._pread(descriptor, HEADER_BYTES, end - HEADER_BYTES))
-            if header is not None and header.segment == number:
-                last = max(last, header.generation)
+        size = self._calls.size_bytes(descriptor)
+        for begin in range(0, size, _SCAN_BYTES):
+            data = self._pread(descriptor, min(_SCAN_BYTES, size - begin), begin)
+            for end in range(ALIGN_BYTES, len(data) + 1, ALIGN_BYTES):
+                header = SlotHeader.unpack(data[end - HEADER_BYTES : end])
+                if header is not None and header.segment == number:
+                    last = max(last, header.generation)
         return last
 
     def _remove_surplus(self, directory: Path, count: int) -> None:
@@ -187,13 +218,13 @@ class SegmentFiles:
             for slot in range(segment.header.slots):
                 end = segment.slot_begin(slot + 1)
                 try:
-                    data = self._pread(segment.descriptor, HEADER_BYTES, end - HEADER_BYTES)
+                    data = self._pread(segment.descriptor, ALIGN_BYTES, end - ALIGN_BYTES)
                 except OSError as error:  # one bad sector costs one object
                     log.warning("segment %d: a slot: %s", segment.number, error.strerror)
                     continue
-                header = SlotHeader.unpack(data)
+                header = SlotHeader.unpack(data[-HEADER_BYTES:])
                 place = DiskPlace(segment.number, slot, segment.header.generation)
-                if header is not None and _stands_at(header, place) and header.facts.kind is kind:
+                if header is not None and stands_at(header, place) and header.facts.kind is kind:
                     segment.used = slot + 1
                     yield header, place
             if segment.header.slot_bytes == self._slot_bytes.get(kind):
@@ -237,7 +268,7 @@ class SegmentFiles:
             sequence=max(s.header.sequence for s in self.segments) + 1,
             uid=self.uid,
         )
-        write_all(self._calls, segment.descriptor, header.pack(), 0)
+        write_page(self._calls, segment.descriptor, header.pack(), 0)
         self._calls.sync(segment.descriptor)
         segment.header = header
         segment.used = 0
@@ -246,18 +277,31 @@ class SegmentFiles:
             self._calls.truncate(segment.descriptor, self._settings.segment_bytes)
             segment.size_bytes = self._settings.segment_bytes
 
+    def write_moves(
+        self, moves: Sequence[SlotMove], headers: Sequence[SlotHeader]
+    ) -> list[OSError | HeadraceError | None]:
+        """Write slots; what went wrong with each. Their headers get the places' numbers. Not
+        synced."""
+        out: list[OSError | HeadraceError | None] = [None] * len(moves)
+        for span in spans([move.place for move in moves], len(moves)):
+            first = moves[span[0]].place
+            segment = self.segments[first.segment]
+            begin = segment.slot_begin(first.slot)
+            told = [_placed(headers[n], moves[n].place) for n in span]
+            try:
+                part = moves[span.start : span.stop]
+                write_slots(self._calls, segment.descriptor, begin, part, told)
+            except (OSError, HeadraceError) as error:
+                out[span.start : span.stop] = [error] * len(span)
+        return out
+
     def write(self, place: DiskPlace, payload: Buffer, header: SlotHeader) -> None:
-        """Write one slot, its header last. Not synced. Raises `OSError`."""
-        segment = self.segments[place.segment]
-        begin = segment.slot_begin(place.slot)
-        write_all(self._calls, segment.descriptor, payload, begin)
-        if faults.hit("store.segment_write") == "flip":  # between the two: a torn slot
-            write_all(self._calls, segment.descriptor, bytes((payload[0] ^ 1,)), begin)
-        data = replace(
-            header, segment=place.segment, slot=place.slot, generation=place.generation
-        ).pack()
-        end = segment.slot_begin(place.slot + 1)
-        write_all(self._calls, segment.descriptor, data, end - HEADER_BYTES)
+        """Write one slot from any memory. Not synced. Raises `OSError`, `HeadraceError`."""
+        memory = aligned_buffer(self.segments[place.segment].header.slot_bytes)
+        memory[: len(payload)] = payload
+        (error,) = self.write_moves([SlotMove(place, memory)], [header])
+        if error is not None:
+            raise error
 
     def sync(self, numbers: Iterable[int]) -> None:
         """Make the written slots of these segments durable. Raises `OSError`."""
@@ -269,45 +313,55 @@ class SegmentFiles:
         segment = self.segments[place.segment]
         if segment.header.generation == place.generation and place.slot < segment.header.slots:
             end = segment.slot_begin(place.slot + 1)
-            write_all(self._calls, segment.descriptor, _BLANK, end - HEADER_BYTES)
+            erase_slot(self._calls, segment.descriptor, end)
 
     # reading ---------------------------------------------------------------------------------
 
+    def read_moves(self, moves: Sequence[SlotMove]) -> list[SlotHeader | None]:
+        """Read slots into their memory, as long as those of their segment, and return their
+        headers; None for a slot that is not what its place says or cannot be read. No payload is
+        verified."""
+        out: list[SlotHeader | None] = [None] * len(moves)
+        for span in spans([move.place for move in moves], len(moves)):
+            first, last = moves[span[0]].place, moves[span[-1]].place
+            segment = self.segments[first.segment]
+            if last.slot < segment.header.slots:
+                begin = segment.slot_begin(first.slot)
+                part = moves[span.start : span.stop]
+                found = read_slots(self._calls, segment.descriptor, begin, part)
+                out[span.start : span.stop] = found
+        return out
+
     def read(self, place: DiskPlace, dest: memoryview) -> SlotHeader | None:
-        """Read a slot's payload into `dest` (as long as the payload) and return its header; None
-        when the slot is not what `place` says or cannot be read. The payload is not verified."""
-        segment = self.segments[place.segment]
-        if place.slot >= segment.header.slots:
+        """As `read_moves` for one slot, its payload into `dest`, which is as long as it and lies
+        anywhere in memory."""
+        size = self.segments[place.segment].header.slot_bytes
+        if not size:
             return None
-        end = segment.slot_begin(place.slot + 1)
-        data = memoryview(bytearray(HEADER_BYTES))
-        try:
-            whole = read_all(self._calls, segment.descriptor, data, end - HEADER_BYTES)
-            header = SlotHeader.unpack(data) if whole else None
-            if (
-                header is None
-                or not _stands_at(header, place)
-                or header.facts.payload_bytes != len(dest)
-                or not read_all(
-                    self._calls, segment.descriptor, dest, segment.slot_begin(place.slot)
-                )
-            ):
-                return None
-        except OSError as error:
-            log.warning("a slot of segment %d could not be read: %s", place.segment, error.strerror)
+        memory = aligned_buffer(size)
+        (header,) = self.read_moves([SlotMove(place, memory)])
+        if header is None or header.facts.payload_bytes != len(dest):
             return None
+        dest[:] = memory[: len(dest)]
         return header
 
+    def slot_bytes(self, segment: int) -> int:
+        """Of the slots in a segment's present use; 0 while it is free."""
+        return self.segments[segment].header.slot_bytes
+
     def _pread(self, descriptor: int, count: int, offset: int) -> bytes:
-        """At most `count` bytes, fewer at the end of the file. Raises `OSError`."""
-        data = bytearray(count)
+        """At most `count` bytes from a multiple of 4 KiB on, fewer at the end of the file. Raises
+        `OSError`."""
+        pages = aligned_buffer(-(-count // ALIGN_BYTES) * ALIGN_BYTES)
         got = 0
         while got < count:
-            part = self._calls.preadv(descriptor, [memoryview(data)[got:]], offset + got)
+            part = self._calls.preadv(descriptor, [pages[got:]], offset + got)
             if part <= 0:
                 break
             got += part
-        return bytes(data[:got])
+            if got % ALIGN_BYTES:
+                break  # the end of a file that is no whole number of pages long
+        return bytes(pages[: min(got, count)])
 
     def close(self) -> None:
         for segment in self.segments:
@@ -332,9 +386,5 @@ def _name(number: int) -> str:
     return f"segment-{number:06d}.seg"
 
 
-def _stands_at(header: SlotHeader, place: DiskPlace) -> bool:
-    return (header.segment, header.slot, header.generation) == (
-        place.segment,
-        place.slot,
-        place.generation,
-    )
+def _placed(header: SlotHeader, place: DiskPlace) -> SlotHeader:
+    return replace(header, segment=place.segment, slot=place.slot, generation=place.generation)

@@ -25,6 +25,7 @@ from headrace.kvstore.files import FileCalls, lock_directory
 from headrace.kvstore.members import Beat, MemberBoard
 from headrace.kvstore.messages import STORE_MESSAGES
 from headrace.kvstore.metrics import Snapshot, StoreMetrics
+from headrace.kvstore.peers_start import start_peers
 from headrace.kvstore.pins import PinBook
 from headrace.kvstore.publisher import Publisher
 from headrace.kvstore.salts import SaltBook
@@ -37,7 +38,8 @@ from headrace.kvstore.writer import Writer
 
 log = logging.getLogger(__name__)
 _EXPIRE_S = 0.2  # how often leases and reservations are looked through
-_READ_THREADS = 2
+_READ_THREADS = 4
+_WRITE_THREADS = 4
 _SCRAPE_S = 2.0  # a scrape gets what there is by then
 
 
@@ -82,13 +84,15 @@ async def run_store(
         files = SegmentFiles(store, calls)
         stack.callback(files.close)
         await asyncio.to_thread(_open_files, files, state)
-        writing = stack.enter_context(ThreadPoolExecutor(1, "store-write"))
+        writing = stack.enter_context(ThreadPoolExecutor(_WRITE_THREADS, "store-write"))
         reading = stack.enter_context(ThreadPoolExecutor(_READ_THREADS, "store-read"))
         epoch = int(boot[:8], 16)
         publisher = Publisher(state, store, leases, clock, role.redis_url, files.uid, epoch)
         writer = Writer(state, files, publisher, store, writing)
         pins = _take_up_pins(store, state, clock)
         service = Store(state, files, publisher, writer, reading, pins, store)
+        if store.peer_listen and role.redis_url:
+            await start_peers(stack, role, store, service, publisher, files.uid)
         if store.metrics_port:
             _serve_metrics(stack, service, store)
         await _serve(role, store, service, publisher, writer, descriptor, ready, stop)

@@ -34,7 +34,9 @@ class StoreSettings(StorePolicy):
     `picture_bytes` (0: no pictures are stored) and `state_bytes` (0: no states) are the largest
     payloads of the slot classes, from the model. A group of written slots is synced after
     `group_bytes` or `group_s`, whichever comes first. On `metrics_port` (0: none) of loopback the
-    store answers a Prometheus scrape."""
+    store answers a Prometheus scrape. With `peer_listen` it serves other stores there and asks them
+    for what it lacks; a transfer may take as long as computing its tokens anew, at
+    `recompute_tokens_per_s`, would."""
 
     directory: str
     arena_bytes: int
@@ -53,6 +55,12 @@ class StoreSettings(StorePolicy):
     claim_s: float = 10.0  # how long one store alone may persist an object
     drain_s: float = 5.0  # at stop: how long objects may still be made durable
     metrics_port: int = 0
+    peer_listen: str = ""  # tcp://host:port
+    peer_least_s: float = 0.05  # what another store is always given, however little it saves
+    recompute_tokens_per_s: float = 10_000.0  # how fast this cluster would compute blocks anew
+    recompute_window_tokens: int = 2_540  # rows that a missing window record costs
+    absent_s: float = 0.5  # how long an object is believed absent from the index
+    absent_keys: int = 65_536
 
     def __post_init__(self) -> None:
         StorePolicy.__post_init__(self)
@@ -68,6 +76,8 @@ class StoreSettings(StorePolicy):
             ("state_bytes", 0),
             ("group_bytes", 1),
             ("metrics_port", 0),
+            ("recompute_window_tokens", 1),
+            ("absent_keys", 0),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -81,6 +91,9 @@ class StoreSettings(StorePolicy):
             ("claim_s", 0.1, 3600.0),
             ("drain_s", 0.0, 600.0),
             ("metrics_port", 0, 65535),
+            ("peer_least_s", 0.001, 60.0),
+            ("recompute_tokens_per_s", 1.0, 1e9),
+            ("absent_s", 0.0, 60.0),
         ):
             check_number(name, getattr(self, name), low, high)
 
@@ -146,3 +159,6 @@ class StoreStat:
     index: str  # off | ok | away
     index_unlisted: int  # objects whose record is still to be written
     index_errors: int
+    peer_fetched: int  # objects that came from other stores
+    peer_failed: int  # that did not: gone, damaged, late, or nobody there
+    peer_sent: int  # to other stores

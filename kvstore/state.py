@@ -7,7 +7,7 @@ and tells the outcome afterwards.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from headrace.core.clock import Clock
@@ -21,7 +21,7 @@ from headrace.kvstore.eviction import RecyclePlan
 from headrace.kvstore.kin import Kin
 from headrace.kvstore.layout import ObjectFacts, SlotHeader
 from headrace.kvstore.leases import LeaseBook
-from headrace.kvstore.objects import DiskPlace, Entry, Reservation, Saving, object_key
+from headrace.kvstore.objects import PENDING, DiskPlace, Entry, Reservation, Saving, object_key
 from headrace.kvstore.policy import StorePolicy, window_pays
 from headrace.kvstore.reservations import ReservationBook
 from headrace.kvstore.residents import Residents, StoreDamaged
@@ -58,6 +58,8 @@ class StoreState:
         self.on_dirty: Callable[[], None] = lambda: None
         self.reserving = ReservationBook(self.residents, clock, reserve_s)
         self._unsaved: deque[Entry] = deque()
+        self.pending: set[Entry] = set()  # wait for their sync: a kill loses these
+        self.by_kind = dict.fromkeys(Kind, 0)
 
     # looking up ------------------------------------------------------------------------------
 
@@ -124,12 +126,9 @@ class StoreState:
                 VISIBILITY_TABLE.step(made.visibility, VisibilityEvent.SEAL, made.number).state,
                 self._first_saving(made.facts),
             )
-            self._know(entry)
-            self.residents.enter(entry, made.slot)
+            self.enter_new(entry, made.slot)
             if entry.saving is Saving.WAITING:
                 self._to_save(entry)
-            if entry.kind is not Kind.STATE:
-                self._mark(entry)
         else:
             entry.step(VisibilityEvent.SEAL)  # ignored by the table: the first writer won
             self.residents.give(entry.kind, made.slot, made.facts.domain)
@@ -137,6 +136,13 @@ class StoreState:
             self.leases.hold(made.lease, entry)
         self.residents.settle(entry)
         return entry
+
+    def enter_new(self, entry: Entry, slot: int) -> None:
+        """An object that was not known lies in this reserved slot."""
+        self._know(entry)
+        self.residents.enter(entry, slot)
+        if entry.kind is not Kind.STATE:
+            self._mark(entry)
 
     # leases ----------------------------------------------------------------------------------
 
@@ -211,6 +217,7 @@ class StoreState:
 
     def _to_save(self, entry: Entry, *, first: bool = False) -> None:
         entry.saving = Saving.WAITING
+        self.pending.add(entry)
         if first:
             self._unsaved.appendleft(entry)
         else:
@@ -233,6 +240,7 @@ class StoreState:
 
     def saved(self, entry: Entry, disk: DiskPlace) -> None:
         """The object's slot is written and synced."""
+        self.pending.discard(entry)
         if entry.dropped:
             self.disks.to_erase.append(disk)  # nobody may find it again after a restart
         else:
@@ -246,6 +254,7 @@ class StoreState:
     def not_saved(self, entry: Entry, disk: DiskPlace | None = None) -> None:
         """The object stays in the arena only. `disk`: a slot that may hold part of it."""
         entry.saving = Saving.GIVEN_UP
+        self.pending.discard(entry)
         if disk is not None:
             self.disks.to_erase.append(disk)
         self.unpin(entry)
@@ -312,6 +321,8 @@ class StoreState:
             return
         if self.objects.get(entry.key) is entry:
             del self.objects[entry.key]
+            self.by_kind[entry.kind] -= 1
+        self.pending.discard(entry)
         self.kin.discard(entry)
         disk = entry.disk
         self.disks.leave(entry)
@@ -356,6 +367,13 @@ class StoreState:
         held = {e for owner in self.leases.owners() for e in self.leases.entries(owner)}
         if held != {e for e in self.objects.values() if e.leases}:
             raise StoreDamaged("leases and leased objects differ")
+        if self.leases.held != len(held):
+            raise StoreDamaged(f"{self.leases.held} leased objects counted, {len(held)} found")
+        kinds = Counter(entry.kind for entry in self.objects.values())
+        if kinds != +Counter(self.by_kind):
+            raise StoreDamaged(f"objects by kind: {self.by_kind} counted, {kinds} found")
+        if self.pending != {e for e in self.objects.values() if e.saving in PENDING}:
+            raise StoreDamaged("objects that wait to be saved and those counted differ")
         if any(e.pins < 0 for e in self.objects.values()):
             raise StoreDamaged("an object was unpinned twice")
 
@@ -373,6 +391,7 @@ class StoreState:
 
     def _know(self, entry: Entry) -> None:
         self.objects[entry.key] = entry
+        self.by_kind[entry.kind] += 1
         self.kin.add(entry)
 
     def _mark(self, entry: Entry) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
@@ -18,7 +19,9 @@ from headrace.kvstore.layout import ObjectFacts
 from headrace.kvstore.loads import Loader
 from headrace.kvstore.messages import Reserve, cut_digests, unpack_sizes
 from headrace.kvstore.metrics import Snapshot, StoreMetrics
-from headrace.kvstore.objects import Entry, Reservation, Saving
+from headrace.kvstore.objects import Entry, Reservation
+from headrace.kvstore.peers import Peers
+from headrace.kvstore.peers_serve import PeerServer
 from headrace.kvstore.pins import PinBook
 from headrace.kvstore.publisher import Publisher
 from headrace.kvstore.segments import SegmentFiles
@@ -47,11 +50,13 @@ class Store:
     ) -> None:
         self.state = state
         self.pins = pins
+        self.peers: Peers | None = None  # who is asked for what is not here,
+        self.door: PeerServer | None = None  # and where others ask
         self.connections = 0
         self._files = files
         self._publisher = publisher
         self._writer = writer
-        self._loader = Loader(state, files, threads)
+        self.loader = Loader(state, files, threads)
         self._room = asyncio.Event()
         self._queues = {kind: asyncio.Lock() for kind in state.residents.regions}
         state.residents.on_room = self._room.set
@@ -69,9 +74,14 @@ class Store:
     def prefix_now(
         self, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None
     ) -> tuple[Place, ...] | None:
-        """As `open_prefix`, if nothing of it has to be read from SSD; else None, and nothing is
-        leased or counted."""
+        """As `open_prefix`, if nothing of it has to be read from SSD or asked of other stores; else
+        None, and nothing is leased or counted."""
         entries = self._leading(namespace, digests)
+        following = digests[len(entries) : len(entries) + 1]
+        if self.peers is not None and any(
+            self.peers.may_have(Kind.KV, namespace, digest) for digest in following
+        ):
+            return None
         places = self._have(entries, lease)
         if places is not None:
             self._count_prefix(entries, [True] * len(entries), len(places), len(digests))
@@ -80,10 +90,12 @@ class Store:
     async def open_prefix(
         self, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None
     ) -> tuple[Place, ...]:
-        """Places of the longest stored prefix, leased; those on SSD are brought to the arena."""
-        entries = self._leading(namespace, digests)
-        here = [entry.slot is not None for entry in entries]
-        places = await self._bring(entries, lease)
+        """Places of the longest stored prefix, leased; those on SSD or at other stores are brought
+        to the arena."""
+        async with self._brought(Kind.KV, namespace, digests, run=True):
+            entries = self._leading(namespace, digests)
+            here = [entry.slot is not None for entry in entries]
+            places = await self._bring(entries, lease)
         self._count_prefix(entries, here, len(places), len(digests))
         return places
 
@@ -107,14 +119,17 @@ class Store:
         self, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None
     ) -> tuple[int, tuple[Place, ...]]:
         """The first of `digests` that is stored and sound: (its number, one place) or (0, ())."""
-        for number, digest in enumerate(digests):
-            entry = self.state.find(Kind.SWA, namespace, digest)
-            if entry is None:
-                continue
-            places = await self._bring([entry], lease)
-            if places:
-                self.state.count.hits += 1
-                return number, places
+        known = [self.state.find(Kind.SWA, namespace, digest) is not None for digest in digests]
+        better = digests[: known.index(True)] if True in known else digests
+        async with self._brought(Kind.SWA, namespace, better, most=1):
+            for number, digest in enumerate(digests):
+                entry = self.state.find(Kind.SWA, namespace, digest)
+                if entry is None:
+                    continue
+                places = await self._bring([entry], lease)
+                if places:
+                    self.state.count.hits += 1
+                    return number, places
         self.state.count.misses += bool(digests)
         return 0, ()
 
@@ -123,13 +138,34 @@ class Store:
     ) -> tuple[Place | None, ...]:
         """Places of those of `digests` that are stored and sound, in their order, leased."""
         places: list[Place | None] = []
-        for digest in digests:
-            entry = self.state.find(kind, namespace, digest)
-            brought = () if entry is None else await self._bring([entry], lease)
-            places.append(brought[0] if brought else None)
-            self.state.count.hits += len(brought)
-            self.state.count.misses += not brought
+        async with self._brought(kind, namespace, digests):
+            for digest in digests:
+                entry = self.state.find(kind, namespace, digest)
+                brought = () if entry is None else await self._bring([entry], lease)
+                places.append(brought[0] if brought else None)
+                self.state.count.hits += len(brought)
+                self.state.count.misses += not brought
         return tuple(places)
+
+    @contextlib.asynccontextmanager
+    async def _brought(
+        self,
+        kind: Kind,
+        namespace: bytes,
+        digests: Sequence[Digest],
+        *,
+        run: bool = False,
+        most: int = 1 << 20,
+    ) -> AsyncIterator[None]:
+        """While this lasts, those of `digests` that only other stores had are held here."""
+        missing: list[Digest] = []
+        if self.peers is not None and kind is not Kind.STATE:
+            missing = [d for d in digests if self.state.find(kind, namespace, d) is None]
+        if self.peers is None or not missing:
+            yield
+            return
+        async with self.peers.held(kind, namespace, missing, run=run, most=most):
+            yield
 
     def _have(self, entries: Sequence[Entry], lease: JobKey | None) -> tuple[Place, ...] | None:
         """Places of `entries`, leased, if all of them are in the arena; else None."""
@@ -142,7 +178,7 @@ class Store:
         places = self._have(entries, lease)
         if places is None:
             here = [entry.slot is not None for entry in entries]
-            async with self._loader.held(entries) as count:
+            async with self.loader.held(entries) as count:
                 places = self._lease_places(entries, count, lease, here)
         return places
 
@@ -288,27 +324,25 @@ class Store:
 
     def stat(self) -> StoreStat:
         state, count = self.state, self.state.count
-        objects = state.objects.values()
         pools = state.residents.pools.values()
-        durable = [e for e in objects if e.disk is not None]
         return StoreStat(
             boot=state.boot,
-            blocks=sum(e.kind is Kind.KV for e in objects),
-            windows=sum(e.kind is Kind.SWA for e in objects),
-            pictures=sum(e.kind is Kind.MM for e in objects),
-            states=sum(e.kind is Kind.STATE for e in objects),
+            blocks=state.by_kind[Kind.KV],
+            windows=state.by_kind[Kind.SWA],
+            pictures=state.by_kind[Kind.MM],
+            states=state.by_kind[Kind.STATE],
             arena_slots=sum(pool.total for pool in pools),
             arena_free=sum(pool.free for pool in pools),
             arena_reserved=sum(pool.reserved for pool in pools),
             arena_resident=sum(pool.resident for pool in pools),
-            arena_bytes=sum(e.facts.payload_bytes for e in objects if e.slot is not None),
-            ssd_objects=len(durable),
-            ssd_bytes=sum(e.facts.payload_bytes for e in durable),
+            arena_bytes=state.residents.payload_bytes,
+            ssd_objects=state.disks.objects,
+            ssd_bytes=state.disks.payload_bytes,
             ssd_segments=len(self._files.segments),
             ssd_segments_free=sum(s.header.kind is None for s in self._files.segments),
-            pending=sum(e.saving in (Saving.WAITING, Saving.WRITING) for e in objects),
+            pending=len(state.pending),
             leases=len(state.leases),
-            leased_objects=sum(bool(e.leases) for e in objects),
+            leased_objects=state.leases.held,
             reservations=len(state.reserving),
             connections=self.connections,
             hits=count.hits,
@@ -325,6 +359,9 @@ class Store:
             index=self._publisher.condition,
             index_unlisted=self._publisher.unlisted,
             index_errors=self._publisher.errors,
+            peer_fetched=self.peers.count.fetched if self.peers else 0,
+            peer_failed=self.peers.count.failed if self.peers else 0,
+            peer_sent=self.door.sent if self.door else 0,
         )
 
 

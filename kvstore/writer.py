@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 from headrace.core import faults
@@ -26,11 +27,13 @@ from headrace.kvstore.publisher import Publisher
 from headrace.kvstore.second_chance import Moved, reuse
 from headrace.kvstore.segments import SegmentFiles
 from headrace.kvstore.settings import Kind, StoreSettings
+from headrace.kvstore.slot_io import SlotMove
 from headrace.kvstore.state import StoreState
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_BATCH_BYTES = 8 << 20  # written in one go of the I/O thread
+_BATCH_BYTES = 8 << 20  # claimed and written in one go
+_JOB_BYTES = 1 << 20  # of one write; several are under way
 
 
 class _Outcome(StrEnum):
@@ -46,7 +49,8 @@ class _Write:
 
 
 class Writer:
-    """The one writer of a store's segments. `run` is its task; all I/O is in one thread."""
+    """The one writer of a store's segments. `run` is its task; I/O is in `threads`: several writes
+    of one batch at once, everything else one after another."""
 
     def __init__(
         self,
@@ -54,13 +58,13 @@ class Writer:
         files: SegmentFiles,
         publisher: Publisher,
         settings: StoreSettings,
-        thread: ThreadPoolExecutor,
+        threads: ThreadPoolExecutor,
     ) -> None:
         self._state = state
         self._files = files
         self._publisher = publisher
         self._settings = settings
-        self._thread = thread
+        self._threads = threads
         self._wake = asyncio.Event()
         self._stopping = False
         self._group: list[_Write] = []  # written, not yet synced
@@ -131,35 +135,47 @@ class Writer:
     async def _write_out(self, writes: Sequence[_Write]) -> None:
         if not writes:
             return
-        done = await self._in_thread(lambda: [self._write_one(write) for write in writes])
-        for write, outcome in zip(writes, done, strict=True):
+        jobs = _jobs(writes)
+        done = await asyncio.gather(*(self._in_thread(partial(self._write_job, j)) for j in jobs))
+        failed = False
+        for write, outcome in zip(writes, chain.from_iterable(done), strict=True):
             if outcome is _Outcome.WRITTEN:
                 self._group.append(write)
                 continue
             self._state.not_saved(write.entry, write.place)
             if outcome is _Outcome.FAILED:
-                self._failed()
+                failed = True
+                self.errors += 1
             elif not write.entry.dropped:  # a reader may have been faster
                 self._state.count.damaged += 1
                 self._state.drop(write.entry, erase=False)
+        if failed:
+            self._disk.failure()
 
-    def _write_one(self, write: _Write) -> _Outcome:
-        # In the I/O thread. The entry is pinned, so its slot stays; a client that wrote over it
-        # nevertheless must not get its bytes to disk under a sound header.
-        entry, arena = write.entry, self._state.residents.arena
-        region = self._state.residents.regions[entry.kind]
-        if entry.slot is None:
-            return _Outcome.FAILED
-        payload = arena.payload(region, entry.slot, entry.facts.payload_bytes)
-        if checksum(payload) != entry.checksum:
-            return _Outcome.DAMAGED
-        header = SlotHeader(entry.facts, entry.checksum, 0, 0, 0, entry.written_at_s)
-        try:
-            self._files.write(write.place, payload, header)
-            return _Outcome.WRITTEN
-        except (OSError, HeadraceError) as error:
-            log.warning("an object was not written: %s", type(error).__name__)
-            return _Outcome.FAILED
+    def _write_job(self, writes: Sequence[_Write]) -> list[_Outcome]:
+        # In an I/O thread. The entries are pinned, so their slots stay; a client that wrote over
+        # one nevertheless must not get its bytes to disk under a checksum that they have.
+        out = [_Outcome.DAMAGED] * len(writes)
+        moves, headers, numbers = [], [], []
+        arena = self._state.residents.arena
+        for number, write in enumerate(writes):
+            entry, place = write.entry, write.place
+            region = self._state.residents.regions[entry.kind]
+            if entry.slot is None:
+                out[number] = _Outcome.FAILED
+                continue
+            memory = arena.slot(region, entry.slot)
+            if checksum(memory[: entry.facts.payload_bytes]) != entry.checksum:
+                continue
+            header = SlotHeader(entry.facts, entry.checksum, 0, 0, 0, entry.written_at_s)
+            moves.append(SlotMove(place, memory))
+            headers.append(header)
+            numbers.append(number)
+        for number, error in zip(numbers, self._files.write_moves(moves, headers), strict=True):
+            out[number] = _Outcome.WRITTEN if error is None else _Outcome.FAILED
+            if error is not None:
+                log.warning("an object was not written: %s", type(error).__name__)
+        return out
 
     async def _recycle(self, kind: Kind) -> DiskPlace | None:
         """The first free slot of the oldest segment that may be reused, in its next life."""
@@ -246,4 +262,17 @@ class Writer:
         self._disk.failure()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _jobs(writes: Sequence[_Write]) -> list[list[_Write]]:
+    """Cut a batch, in order, into what one thread writes."""
+    jobs: list[list[_Write]] = [[]]
+    total = 0
+    for write in writes:
+        if total >= _JOB_BYTES:
+            jobs.append([])
+            total = 0
+        jobs[-1].append(write)
+        total += write.entry.facts.payload_bytes
+    return jobs

@@ -119,7 +119,8 @@ class Dying(Watched):
             return carry_out()
         if self.half and op.name == "write":
             descriptor = next(d for d, name in self.names.items() if name == op.file)
-            os.pwrite(descriptor, op.data[: len(op.data) // 2 // SECTOR * SECTOR], op.offset)
+            half = op.data[: len(op.data) // 2 // SECTOR * SECTOR]
+            os.pwrite(descriptor, _aligned(half), op.offset)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("SIGKILL had no effect")
 
@@ -248,7 +249,10 @@ class Troubled(FileCalls):
     def preadv(self, descriptor: int, buffers, offset: int) -> int:
         self._fail("preadv")
         first = self._cut("preadv", buffers[0])
-        return super().preadv(descriptor, [first] if self.short else buffers, offset)
+        if self.short and len(first) < sum(map(len, buffers)):
+            self.took_effect["short preadv"] += len(first) == len(buffers[0])
+            buffers = [first]
+        return super().preadv(descriptor, buffers, offset)
 
     def sync(self, descriptor: int) -> None:
         self._fail("sync")

@@ -146,6 +146,10 @@ def test_a_record_counts_only_whole_live_and_of_this_object():
 
 def test_live_records_come_back_or_are_none():
     live = LiveStore(7, 2**40, b"12345678")
-    assert LiveStore.unpack(live.pack()) == live
-    for value in (None, b"", live.pack()[:-1], live.pack() + b"x"):
+    assert len(live.pack()) == 20 and LiveStore.unpack(live.pack()) == live
+    served = LiveStore(7, 2**40, b"12345678", "tcp://10.0.0.1:7")
+    assert served.pack() == live.pack() + b"tcp://10.0.0.1:7"
+    assert LiveStore.unpack(served.pack()) == served
+    odd = [b"x", b"tcp://\xff", b"tcp://" + b"a" * 300]
+    for value in (None, b"", live.pack()[:-1], *(live.pack() + more for more in odd)):
         assert LiveStore.unpack(value) is None

@@ -13,11 +13,12 @@ import pytest
 from headrace.core import faults
 from headrace.core.errors import ConfigError
 from headrace.core.ids import Digest
-from headrace.kvstore.files import FileCalls, lock_directory
+from headrace.kvstore.files import FileCalls, aligned_buffer, lock_directory
 from headrace.kvstore.layout import NO_DIGEST, ObjectFacts, SegmentHeader, SlotHeader, checksum
 from headrace.kvstore.objects import DiskPlace
 from headrace.kvstore.segments import SegmentFiles
 from headrace.kvstore.settings import Kind
+from headrace.kvstore.slot_io import SlotMove
 
 SIZE = 3000
 SEGMENT = 256 << 10  # 63 block slots, 31 window slots
@@ -255,17 +256,19 @@ class Failing(FileCalls):
     def __init__(self) -> None:
         self.short = False
         self.writes_left = 10**9
+        self.most = 0  # bytes of the longest write
         self.sync_error = 0
 
-    def pwrite(self, descriptor, data, offset):
+    def pwritev(self, descriptor, buffers, offset):
         self.writes_left -= 1
         if self.writes_left < 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return super().pwrite(descriptor, data[:1000] if self.short else data, offset)
+        self.most = max(self.most, sum(map(len, buffers)))
+        return super().pwritev(descriptor, [buffers[0][:4096]] if self.short else buffers, offset)
 
     def preadv(self, descriptor, buffers, offset):
         if self.short:
-            buffers = [buffers[0][:700]]
+            buffers = [buffers[0][:4096]]
         return super().preadv(descriptor, buffers, offset)
 
     def sync(self, descriptor):
@@ -286,13 +289,13 @@ def test_short_writes_and_reads_go_on_until_done(opened):
 @pytest.mark.parametrize("written", [0, 1])
 def test_a_write_that_fails_leaves_nothing_to_find(opened, written):
     calls = Failing()
-    files = opened(calls)
+    files = opened(calls, block_bytes=7000)
     first = write(files, 1)
-    calls.writes_left = written  # the payload, or only the header, does not get there
+    calls.short, calls.writes_left = True, written  # nothing, or only the first of two pages
     with pytest.raises(OSError, match="Input/output"):
         write(files, 2)
     calls.writes_left = 10**9
-    assert found(opened(calls)) == {1: first[0]}
+    assert found(opened(calls, block_bytes=7000)) == {1: first[0]}
 
 
 def test_a_generation_that_was_not_synced_is_not_used(opened):
@@ -320,3 +323,84 @@ def test_one_process_owns_a_directory(tmp_path):
         lock_directory(str(tmp_path))
     os.close(first)
     os.close(lock_directory(str(tmp_path)))
+
+
+class NoDirect(FileCalls):
+    """A file system without O_DIRECT, as tmpfs was before Linux 6.5."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+
+    def open(self, path, *, direct=False, **options):
+        if direct:
+            self.refused += 1
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().open(path, **options)
+
+
+def test_files_that_cannot_be_direct_hold_the_same_bytes(opened, settings_for, caplog):
+    """One warning, and either build reads what the other wrote."""
+    direct = opened()
+    assert direct.direct
+    places = write(direct, *range(20))
+    before = path(settings_for, 0).read_bytes()[: 21 * 4096]  # its header and 20 slots
+    calls = NoDirect()
+    plain = opened(calls)
+    assert not plain.direct and calls.refused == 1
+    assert sum("O_DIRECT" in record.message for record in caplog.records) == 1
+    assert found(plain) == dict(enumerate(places))
+    places += write(plain, *range(20, 40))
+    dest = bytearray(SIZE)
+    for number, place in enumerate(places):
+        assert plain.read(place, memoryview(dest)) is not None and dest == content(number)
+    assert (
+        path(settings_for, 0).read_bytes()[: 21 * 4096] == before
+    )  # nothing that was there is touched
+    again = opened()
+    assert again.direct and found(again) == dict(enumerate(places))
+
+
+def test_slots_that_follow_each_other_go_in_one_call_and_hold_what_single_ones_do(opened):
+    calls = Failing()
+    files = opened(calls, block_bytes=7000)
+    files.recycle(files.segments[0], Kind.KV)
+    memory = [aligned_buffer(8192) for _ in range(7)]
+    moves, headers = [], []
+    for number, slot in enumerate(memory):
+        slot[:7000] = content(number, 7000)
+        slot[7000:] = b"\xaa" * 1192  # padding and the header of somewhere else
+        place = files.next_place(Kind.KV)
+        if number == 3:
+            place = files.next_place(Kind.KV)  # a hole: two runs of neighbours
+        moves.append(SlotMove(place, slot))
+        headers.append(header(number, size=7000))
+    calls.writes_left = 2
+    assert files.write_moves(moves, headers) == [None] * 7
+    assert calls.writes_left == 0 and calls.most == 4 * 8192
+    dest = bytearray(7000)
+    for number, move in enumerate(moves):
+        assert files.read(move.place, memoryview(dest)) is not None and dest == content(
+            number, 7000
+        )
+    target = [SlotMove(move.place, aligned_buffer(8192)) for move in moves]
+    told = files.read_moves(target)
+    assert [h.facts.block for h in told if h is not None] == list(range(7))
+    for number, move in enumerate(target):
+        assert move.memory[:7000] == content(number, 7000)
+        assert not any(move.memory[-512:])  # the header that says "disk" never lies in memory
+
+
+def test_one_bad_sector_costs_one_slot_of_a_run(opened):
+    class BadSector(FileCalls):
+        def preadv(self, descriptor, buffers, offset):
+            end = offset + sum(map(len, buffers))
+            if bad in range(offset, end):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().preadv(descriptor, buffers, offset)
+
+    bad = -1
+    files = opened(BadSector())
+    places = write(files, *range(5))
+    bad = files.segments[0].slot_begin(places[2].slot) + 100
+    found = files.read_moves([SlotMove(place, aligned_buffer(4096)) for place in places])
+    assert [h and h.facts.block for h in found] == [0, 1, None, 3, 4]

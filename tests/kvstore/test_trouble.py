@@ -48,9 +48,9 @@ class BadDisk(FileCalls):
             self.failed += 1
             raise OSError(error, os.strerror(error))
 
-    def pwrite(self, descriptor, data, offset):
+    def pwritev(self, descriptor, buffers, offset):
         self._fail(self.write_error)
-        return super().pwrite(descriptor, data, offset)
+        return super().pwritev(descriptor, buffers, offset)
 
     def preadv(self, descriptor, buffers, offset):
         self._fail(self.read_error)

@@ -18,6 +18,7 @@ SETTINGS = {
 }
 LAST_OP = 150  # below what the work below takes: each kill must take effect
 STEP = 31
+OBJECTS = 240
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(900)]
 
@@ -29,7 +30,7 @@ def _points(slow: bool) -> list:
 
 async def _work(client: StoreClient, things, wait_idle, process) -> None:
     """Put until the process is gone."""
-    for begin in range(0, 120, 6):
+    for begin in range(0, OBJECTS, 6):
         await client.put(Kind.KV, things.blocks(*range(begin, begin + 6)))
         await client.put(Kind.SWA, things.windows(begin))
         for _ in range(500):
@@ -54,7 +55,7 @@ async def _kill_and_look(start_process, things, wait_idle, home, at: int) -> int
     client = StoreClient(f"unix://{home}/store.sock", TOKEN, things.namespace)
     assert await client.connect(10.0)
     found = 0
-    for number in range(120):
+    for number in range(OBJECTS):
         for kind, digest, payload in (
             (Kind.KV, *things.blocks(number)[0]),
             (Kind.SWA, *things.windows(number)[0]),

@@ -192,7 +192,7 @@ def owed(image: Image, files: dict[str, bytes], recorded) -> set[bytes]:
 def test_every_step_leaves_objects_exact_or_absent(recorded, bury):
     kinds = Counter(op.name for op in recorded.log)
     print("ops:", dict(kinds), "segments reused:", recorded.recycled)
-    assert kinds["write"] > 80 and kinds["sync"] > 4 and kinds["index"] > 10
+    assert kinds["write"] > 30 and kinds["sync"] > 4 and kinds["index"] > 10
     assert recorded.recycled >= 2
     points = states = 0
     seen, refused, fewer = Counter[str](), Counter[str](), Counter[str]()
@@ -220,7 +220,7 @@ def test_every_step_leaves_objects_exact_or_absent(recorded, bury):
             states += 1
     print(f"{points} points, {states} states of the disk, objects found: {dict(seen)},")
     print(f"found and refused: {dict(refused)}, points at which some were lost: {dict(fewer)}")
-    assert points == len(recorded.log) + 1 > 150 and states > 4 * points
+    assert points == len(recorded.log) + 1 > 100 and states > 4 * points
     # The harness does lose something, and some of it looked whole until it was read.
     assert seen["kill"] > seen["power"] > 0 and fewer["kill"] == 0
     assert fewer["power"] > 20 and fewer["torn"] > 20 and refused["torn"] > 20

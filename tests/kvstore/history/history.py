@@ -53,11 +53,13 @@ class Report:
     deeds: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     objects: int = 0
+    from_others: int = 0
 
     def text(self) -> str:
         return (
             f"seed {self.seed}, {self.seconds:g} s: {dict(self.words)}, done to it"
             f" {dict(self.deeds)}, {self.objects} objects on disk and in the index,"
+            f" {self.from_others} came from the other store since its last start,"
             f" {len(self.wrong)} wrong"
         )
 
@@ -91,6 +93,8 @@ class Conductor:
             block_bytes=worker.SIZES[Kind.KV],
             window_bytes=worker.SIZES[Kind.SWA],
             group_s=0.02,
+            peer_listen="tcp://127.0.0.1:0" if len(self.stores) > 1 else "",
+            absent_s=0.05,
         )
 
     def start_store(self, number: int) -> None:
@@ -100,7 +104,6 @@ class Conductor:
             "name": f"store-{number}",
             "redis_url": self.valkey.url,
             "settings": asdict(self.settings(number)),
-            "peers": len(self.stores) > 1,
         }
         with open(f"{self.home}/store-{number}.log", "ab") as log:
             process = subprocess.Popen(
@@ -189,8 +192,11 @@ class Conductor:
     def _stopped(pid: int, seconds: float) -> None:
         os.kill(pid, signal.SIGSTOP)
         try:
-            time.sleep(0.02)
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            for _ in range(200):
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                if state == "T":
+                    break
+                time.sleep(0.01)
             assert state == "T", f"a stop had no effect: {state}"
             time.sleep(seconds)
         finally:
@@ -232,6 +238,7 @@ class Conductor:
                     break
                 await asyncio.sleep(0.05)
             if stat is not None:
+                self.report.from_others += stat.peer_fetched
                 sums = (stat.arena_free + stat.arena_resident, stat.reservations)
                 if sums != (stat.arena_slots, 0):
                     self.report.wrong.append(f"slots do not add up: {stat}")
@@ -244,7 +251,7 @@ class Conductor:
             (
                 int(key.rpartition(b":")[2])
                 for key in self.plain.keys("kv:store:*")
-                if (self.plain.get(key) or b"")[-8:] == uid
+                if (self.plain.get(key) or b"")[12:20] == uid
             ),
             None,
         )

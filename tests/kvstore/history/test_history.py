@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(900)]
-SECONDS = float(os.environ.get("HEADRACE_HISTORY_SECONDS", "8"))
+SECONDS = float(os.environ.get("HEADRACE_HISTORY_SECONDS", "6"))
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,12 @@ def test_a_short_history(play, seed):
     _check(play(seed, SECONDS))
 
 
+def test_a_short_history_of_two_hosts(play, seed):
+    report = play(seed, SECONDS, n_stores=2)
+    _check(report)
+    assert report.from_others > 0
+
+
 def test_a_wrong_answer_would_be_noticed(play, seed):
     """The control: clients that lie about one get in a hundred."""
     report = play(seed, 3.0, lie=True)
@@ -49,7 +55,8 @@ def test_a_wrong_answer_would_be_noticed(play, seed):
 
 
 @pytest.mark.slow
-def test_a_history_of_a_minute(play, seed):
-    report = play(seed, 60.0)
+@pytest.mark.parametrize("n_stores", [1, 2])
+def test_a_history_of_a_minute(play, seed, n_stores):
+    report = play(seed, 60.0, n_stores=n_stores)
     _check(report)
     assert {"store killed", "client killed", "Redis flushed"} <= set(report.deeds)

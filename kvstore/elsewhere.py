@@ -1,0 +1,157 @@
+"""What other stores have, as the index tells: full records, for those who go and get it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.core.clock import Clock
+from headrace.core.ids import Digest
+from headrace.kvstore.absent import AbsentKeys
+from headrace.kvstore.records import (
+    IndexRecord,
+    LiveStore,
+    digest_tail,
+    record_key,
+    store_key,
+    store_numbers,
+    unpack_records,
+)
+from headrace.kvstore.redis_link import Client, RedisAway, RedisLink
+from headrace.kvstore.settings import Kind, StoreSettings, Tier
+
+log = logging.getLogger(__name__)
+_KEYS_A_CALL = 1000
+
+# KEYS[1]: an object; ARGV[1]: a record of 40 bytes, taken out where it stands unchanged.
+_FORGET = """
+local value = redis.pcall('GET', KEYS[1])
+if type(value) ~= 'string' or #value % 40 ~= 0 then return 0 end
+local kept = ''
+for at = 1, #value, 40 do
+  local record = string.sub(value, at, at + 39)
+  if record ~= ARGV[1] then kept = kept .. record end
+end
+if #kept == #value then return 0 end
+if kept == '' then redis.call('DEL', KEYS[1]) else redis.call('SET', KEYS[1], kept) end
+return 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """One object at another store: who serves it, and the record that says so."""
+
+    digest: Digest
+    kind: Kind
+    namespace: bytes
+    record: IndexRecord
+    address: str
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.record.payload_bytes
+
+
+class Elsewhere:
+    """Looks objects up that this store does not have. Never raises for what Redis does.
+
+    `own_uid` is this store's; its own records are none of others."""
+
+    def __init__(
+        self, link: RedisLink, settings: StoreSettings, clock: Clock, own_uid: bytes
+    ) -> None:
+        self._link = link
+        self._own_uid = own_uid
+        self.absent = AbsentKeys(clock, settings.absent_s, settings.absent_keys)
+        self.forgotten = 0  # records taken out of the index
+
+    def may_have(self, kind: Kind, namespace: bytes, digest: Digest) -> bool:
+        return record_key(kind, namespace, digest) not in self.absent
+
+    async def find(
+        self, kind: Kind, namespace: bytes, digests: Sequence[Digest], *, run: bool
+    ) -> list[Where]:
+        """Those of `digests` that a living store has, in order; with `run` up to the first hole.
+        Of several stores the one that gave the object before, then one that has it in memory."""
+        wanted: list[tuple[Digest, bytes]] = []
+        for digest in digests:
+            key = record_key(kind, namespace, digest)
+            if key not in self.absent:
+                wanted.append((digest, key))
+            elif run:
+                break
+        if not wanted:
+            return []
+        keys = [key for _, key in wanted]
+
+        async def look_up(client: Client) -> tuple[list[bytes | None], dict[int, LiveStore]]:
+            values: list[bytes | None] = []
+            for begin in range(0, len(keys), _KEYS_A_CALL):
+                values += await client.mget(keys[begin : begin + _KEYS_A_CALL])
+            return values, await live_stores(client, values)
+
+        try:
+            values, live = await self._link.call(look_up)
+        except RedisAway:
+            return []
+        out: list[Where] = []
+        for (digest, key), value in zip(wanted, values, strict=True):
+            choice = self._choose(
+                kind, namespace, digest, value, live, out[-1].address if out else ""
+            )
+            if choice is not None:
+                out.append(choice)
+                continue
+            if not value:
+                self.absent.add(key)
+            if run:
+                break
+        return out
+
+    def _choose(
+        self,
+        kind: Kind,
+        namespace: bytes,
+        digest: Digest,
+        value: bytes | None,
+        live: dict[int, LiveStore],
+        before: str,
+    ) -> Where | None:
+        tail = digest_tail(digest)
+        found: list[tuple[bool, bool, Where]] = []
+        for record in unpack_records(value or b""):
+            store = live.get(record.store)
+            if (
+                record.kind is kind
+                and record.digest_tail == tail
+                and store is not None
+                and store.epoch == record.epoch
+                and store.uid != self._own_uid
+                and store.address
+            ):
+                where = Where(digest, kind, namespace, record, store.address)
+                found.append((store.address == before, record.tier is Tier.HOST, where))
+        return max(found, key=lambda one: one[:2])[2] if found else None
+
+    async def forget(self, where: Where) -> None:
+        """Compare-and-delete of one record."""
+        key = record_key(where.kind, where.namespace, where.digest)
+        try:
+            self.forgotten += int(await self._link.script(_FORGET, [key], where.record.pack()) or 0)
+        except RedisAway:
+            log.info("a stale record stays in the index for now")
+
+    async def close(self) -> None:
+        await self._link.close()
+
+
+async def live_stores(client: Client, values: Sequence[bytes | None]) -> dict[int, LiveStore]:
+    """The live records of the stores that `values` name."""
+    numbers = store_numbers(values)
+    if not numbers:
+        return {}
+    live = await client.mget([store_key(number) for number in numbers])
+    found = ((number, LiveStore.unpack(value)) for number, value in zip(numbers, live, strict=True))
+    return {number: store for number, store in found if store is not None}

@@ -1,0 +1,177 @@
+"""Between two stores: messages, and a plain socket on which payloads follow them.
+
+    asking store -> store   Fetch, Doubt
+    store -> asking store   Offer, then the payloads of what it offers, in its order
+
+Every message is a frame of `core.frames`: the cluster's tag is compared before anything is decoded.
+Payloads are bare bytes, received where they belong. Blocking: used from threads of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.core.errors import ConfigError, WireError
+from headrace.core.frames import HEADER_BYTES as FRAME_HEADER_BYTES
+from headrace.core.frames import FrameCodec
+from headrace.core.limits import WireLimits
+from headrace.core.link import parse_address
+from headrace.core.wire import MessageTable
+from headrace.kvstore.layout import Buffer
+from headrace.kvstore.settings import Kind
+
+MOST_OBJECTS = 256  # of one Fetch
+_VIEWS = 512  # of one sendmsg; the kernel takes 1,024
+_BUFFER_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Digests joined, 32 bytes each, at most `MOST_OBJECTS`. Blocks are a run of one chain."""
+
+    call: int
+    kind: Kind
+    namespace: bytes
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One byte a digest of Fetch: 1 if it follows; and the slot headers of those, 512 bytes each,
+    as they stand in the sender's arena."""
+
+    call: int
+    present: bytes
+    headers: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """What was received under this digest did not verify. No answer: the sender looks itself."""
+
+    kind: Kind
+    namespace: bytes
+    digest: bytes
+
+
+PEER_MESSAGES = MessageTable({1: Fetch, 2: Offer, 3: Doubt})
+
+
+class PeerGone(Exception):
+    """The connection ended, was silent for too long, or spoke otherwise. Never leaves the room."""
+
+
+class PeerSocket:
+    """One connected TCP socket. Used by one thread at a time, except `abort`."""
+
+    def __init__(self, sock: socket.socket, token: str, limits: WireLimits) -> None:
+        self._sock = sock
+        self._codec = FrameCodec(token, limits.frame_bytes)
+        sock.setblocking(True)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            sock.setsockopt(socket.SOL_SOCKET, name, _BUFFER_BYTES)
+        # The kernel's own limits: with settimeout the socket would not block, and each receive
+        # would take what is there instead of all.
+        self._limit(socket.SO_SNDTIMEO, limits.send_s)
+        self._silent_s = limits.send_s
+
+    @staticmethod
+    def connect(address: str, token: str, limits: WireLimits) -> PeerSocket:
+        """Raises `PeerGone` when nobody answers at `address` within `connect_s`."""
+        try:
+            scheme, host, port = parse_address(address)
+            if scheme != "tcp":
+                raise PeerGone("a store listens to others on tcp")
+            made = socket.create_connection((host, port), timeout=limits.connect_s)
+        except (OSError, ConfigError) as error:
+            raise PeerGone(f"no answer ({type(error).__name__})") from None
+        return PeerSocket(made, token, limits)
+
+    def send(self, message: Any, payloads: Sequence[memoryview] = ()) -> None:
+        """Send a message and what follows it. Raises `PeerGone`."""
+        frame = self._codec.encode(PEER_MESSAGES.encode(message))
+        views: list[Buffer] = [frame, *payloads]
+        try:
+            while views:
+                sent = self._sock.sendmsg(views[:_VIEWS])
+                views = _rest(views, sent)
+        except OSError as error:
+            raise self._gone(error) from None
+
+    def receive(self, *, idle: bool = False) -> Any:
+        """The next message; None when the peer closed between two. With `idle` it may be as long
+        in coming as it likes, once begun it may not. Raises `PeerGone`, and `WireError` for what
+        is no frame of this cluster."""
+        self._limit(socket.SO_RCVTIMEO, 0.0 if idle else self._silent_s)
+        head = memoryview(bytearray(FRAME_HEADER_BYTES))
+        if not self._fill(head[:1], may_end=True):
+            return None
+        if idle:
+            self._limit(socket.SO_RCVTIMEO, self._silent_s)
+        self._fill(head[1:3])
+        self._codec.check_start(bytes(head[:3]))  # what is no frame is told by its first bytes
+        self._fill(head[3:])
+        body = bytearray(self._codec.payload_bytes(bytes(head)))
+        self._fill(memoryview(body))
+        return PEER_MESSAGES.decode(bytes(body))
+
+    def receive_into(self, dest: memoryview) -> None:
+        """Fill `dest` with the bytes that follow. Raises `PeerGone`; `dest` is then garbage."""
+        self._fill(dest)
+
+    def _fill(self, dest: memoryview, *, may_end: bool = False) -> bool:
+        got = 0
+        try:
+            while got < len(dest):
+                part = self._sock.recv_into(dest[got:], 0, socket.MSG_WAITALL)
+                if part == 0:
+                    if may_end and not got:
+                        return False
+                    raise PeerGone("the connection ended")
+                got += part
+        except OSError as error:
+            raise self._gone(error) from None
+        return True
+
+    def _limit(self, name: int, seconds: float) -> None:
+        whole = int(seconds)
+        with contextlib.suppress(OSError):  # closed meanwhile: the next call says so
+            self._sock.setsockopt(
+                socket.SOL_SOCKET, name, struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+            )
+
+    def _gone(self, error: OSError) -> PeerGone:
+        return PeerGone(type(error).__name__)
+
+    def abort(self) -> None:
+        """End it from any thread: whoever sends or receives gets `PeerGone` at once."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Idempotent; called by the thread that uses it."""
+        self._sock.close()
+
+
+def refuse_odd_fetch(fetch: Fetch) -> None:
+    """Raises `WireError` for lengths that are none."""
+    count, rest = divmod(len(fetch.digests), 32)
+    if rest or not 0 < count <= MOST_OBJECTS or len(fetch.namespace) != 32:
+        raise WireError(
+            f"Fetch names 1 to {MOST_OBJECTS} digests of 32 bytes, got {len(fetch.digests)} bytes"
+        )
+
+
+def _rest(views: list[Buffer], sent: int) -> list[Buffer]:
+    """What is still to be sent after `sent` bytes of `views`."""
+    for index, view in enumerate(views):
+        if sent < len(view):
+            return [memoryview(view)[sent:], *views[index + 1 :]]
+        sent -= len(view)
+    return []

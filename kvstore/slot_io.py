@@ -1,0 +1,182 @@
+"""Slots on their way between memory and a segment file: whole 4 KiB pages, several slots a call.
+
+Every transfer begins and ends at a multiple of 4 KiB in memory and in the file, so one code serves
+files opened with O_DIRECT and those that cannot be. Slots that follow each other in the file go in
+one call, each straight from or into its own place in memory, but for its last page: that one holds
+the header, which says where the slot lies, and passes through a page of the thread's own. Blocking;
+threads may use one file at once, for different slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from headrace.core import faults
+from headrace.kvstore.files import FileCalls, aligned_buffer
+from headrace.kvstore.layout import ALIGN_BYTES, HEADER_BYTES, Buffer, SlotHeader
+from headrace.kvstore.objects import DiskPlace
+
+log = logging.getLogger(__name__)
+_SPAN_SLOTS = 256  # of one call: two buffers each, and IOV_MAX is 1024
+
+
+class _Own(threading.local):
+    """Last pages of the slots that a thread is moving."""
+
+    def __init__(self) -> None:
+        self.pages = aligned_buffer(_SPAN_SLOTS * ALIGN_BYTES)
+
+
+_own = _Own()
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMove:
+    """One slot: its place on disk, and its whole memory, which begins at a multiple of 4 KiB. The
+    last 512 bytes of the memory, the header's, are neither read nor written."""
+
+    place: DiskPlace
+    memory: memoryview
+
+    @property
+    def body(self) -> memoryview:
+        return self.memory[:-ALIGN_BYTES]
+
+
+def write_slots(
+    calls: FileCalls,
+    descriptor: int,
+    begin: int,
+    moves: Sequence[SlotMove],
+    headers: Sequence[SlotHeader],
+) -> None:
+    """Write slots that follow each other, at most `_SPAN_SLOTS`, the first at byte `begin`; a
+    header is the last thing of its slot. Not synced. Raises `OSError`."""
+    pages, buffers = _own.pages, list[Buffer]()
+    for number, (move, header) in enumerate(zip(moves, headers, strict=True)):
+        page = pages[number * ALIGN_BYTES : (number + 1) * ALIGN_BYTES]
+        page[:] = move.memory[-ALIGN_BYTES:]
+        page[-HEADER_BYTES:] = header.pack()
+        body = move.body
+        if faults.hit("store.segment_write") == "flip":  # a torn slot under a sound header
+            flipped = aligned_buffer(len(move.memory))
+            flipped[:] = move.memory
+            flipped[0] ^= 1
+            body = flipped[:-ALIGN_BYTES]
+            if not body:
+                page[0] ^= 1
+        if body:
+            buffers.append(body)
+        buffers.append(page)
+    write_buffers(calls, descriptor, buffers, begin)
+
+
+def read_slots(
+    calls: FileCalls, descriptor: int, begin: int, moves: Sequence[SlotMove]
+) -> list[SlotHeader | None]:
+    """Read slots that follow each other into their memory; the header of each, None where there is
+    none or it could not be read. No payload is verified. Raises nothing."""
+    pages, buffers = _own.pages, list[memoryview]()
+    tails = []
+    for number, move in enumerate(moves):
+        page = pages[number * ALIGN_BYTES : (number + 1) * ALIGN_BYTES]
+        if move.body:
+            buffers.append(move.body)
+        buffers.append(page)
+        tails.append(page)
+    try:
+        if not read_buffers(calls, descriptor, buffers, begin):
+            raise OSError("the file ends before")
+    except OSError as error:
+        if len(moves) > 1:  # one bad sector must cost one slot
+            size = len(moves[0].memory)
+            return [
+                read_slots(calls, descriptor, begin + number * size, [move])[0]
+                for number, move in enumerate(moves)
+            ]
+        segment = moves[0].place.segment
+        log.warning("a slot of segment %d could not be read: %s", segment, error.strerror or error)
+        return [None]
+    headers = []
+    for move, page in zip(moves, tails, strict=True):
+        header = SlotHeader.unpack(page[-HEADER_BYTES:])
+        move.memory[-ALIGN_BYTES:-HEADER_BYTES] = page[:-HEADER_BYTES]
+        headers.append(header if header is not None and stands_at(header, move.place) else None)
+    return headers
+
+
+def erase_slot(calls: FileCalls, descriptor: int, end: int) -> None:
+    """Blank the last page of the slot that ends at byte `end`, so that it has no header. Raises
+    `OSError`."""
+    write_page(calls, descriptor, bytes(ALIGN_BYTES), end - ALIGN_BYTES)
+
+
+def write_page(calls: FileCalls, descriptor: int, data: bytes, offset: int) -> None:
+    """Write 4 KiB that lie anywhere in memory. Raises `OSError`."""
+    page = _own.pages[:ALIGN_BYTES]
+    page[:] = data
+    write_buffers(calls, descriptor, [page], offset)
+
+
+def write_buffers(
+    calls: FileCalls, descriptor: int, buffers: Sequence[Buffer], offset: int
+) -> None:
+    """Write all of `buffers`, whole pages each, in as many calls as it takes. Raises `OSError`."""
+    rest: Sequence[Buffer] = buffers
+    while rest:
+        written = calls.pwritev(descriptor, list(rest), offset)
+        written -= written % ALIGN_BYTES  # the next write begins at a whole page again
+        if written <= 0:
+            raise OSError("a write took nothing")
+        rest, offset = _behind(rest, written), offset + written
+
+
+def read_buffers(
+    calls: FileCalls, descriptor: int, buffers: Sequence[memoryview], offset: int
+) -> bool:
+    """Fill all of `buffers`, whole pages each; False where the file ends before. Raises
+    `OSError`."""
+    rest: Sequence[memoryview] = buffers
+    while rest:
+        got = calls.preadv(descriptor, list(rest), offset)
+        got -= got % ALIGN_BYTES
+        if got <= 0:
+            return False
+        rest, offset = _behind(rest, got), offset + got
+    return True
+
+
+def _behind(buffers: Sequence[Buffer], count: int) -> list[memoryview]:
+    out = []
+    for buffer in buffers:
+        if count < len(buffer):
+            out.append(memoryview(buffer)[count:])
+        count = max(0, count - len(buffer))
+    return out
+
+
+def spans(places: Sequence[DiskPlace], slots: int) -> Iterator[range]:
+    """Which of `places` follow each other in one use of one segment: ranges of their numbers, each
+    of at most `slots`."""
+    most = min(slots, _SPAN_SLOTS)
+    keyed = enumerate(places)
+    for _, run in groupby(
+        keyed, key=lambda item: (item[1].segment, item[1].generation, item[1].slot - item[0])
+    ):
+        numbers = [number for number, _ in run]
+        for begin in range(0, len(numbers), most):
+            part = numbers[begin : begin + most]
+            yield range(part[0], part[-1] + 1)
+
+
+def stands_at(header: SlotHeader, place: DiskPlace) -> bool:
+    """Whether a header is that of the place where it was found."""
+    return (header.segment, header.slot, header.generation) == (
+        place.segment,
+        place.slot,
+        place.generation,
+    )
