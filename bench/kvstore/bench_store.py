@@ -43,7 +43,8 @@ TOKEN = "bench"
 CHAIN = 1000
 WINDOW_BYTES = 4096
 # Block bytes, and blocks a phase and round over all clients; as `headrace layout` prints them.
-SIZES = {"demo": (13_440, 4096), "flash": (113_920, 1024), "large": (1 << 20, 192)}
+SIZES = {"demo": (13_440, 4096), "flash": (113_920, 1024), "large": (1 << 20, 128)}
+DISK_PHASE = 4  # times as many blocks: a group is synced after 64 MiB or 200 ms
 BARS = {
     "host put : memcpy": 0.8,
     "host get : memcpy": 0.8,
@@ -58,17 +59,17 @@ BARS = {
 class Case:
     size: str
     block_bytes: int
-    count: int  # blocks of one phase
+    count: int  # blocks of a phase in memory
     clients: int
 
     @property
-    def phase_bytes(self) -> int:
-        return self.block_bytes * self.count
+    def disk_count(self) -> int:
+        return self.count * DISK_PHASE
 
 
 def settings(home: str, case: Case) -> StoreSettings:
     """Room for the two phases of one round in the arena and on disk."""
-    slots = 2 * case.count + 256
+    slots = case.count + case.disk_count + 256
     whole = slot_bytes(case.block_bytes) * slots
     segment = SEGMENT_HEADER_BYTES + slot_bytes(case.block_bytes) * max(8, slots // 12)
     return StoreSettings(
@@ -168,13 +169,15 @@ class Clients:
         self._all[0].tell(do=do, **order)
         return dict(json.loads(self._all[0].answer()))
 
-    def timed(self, do: str, **order: Any) -> tuple[float, float, float]:
-        """(bytes a second of all together, CPU us a block, when the first began)."""
-        told = self.each(do, at_s=time.monotonic() + 0.02, **order)
+    def timed(
+        self, do: str, count: int, order: dict[str, Any] | None = None
+    ) -> tuple[float, float, float]:
+        """(bytes a second of `count` blocks together, CPU us a block, when the first began)."""
+        told = self.each(do, at_s=time.monotonic() + 0.02, **(order or {}))
         begin_s = min(each["begin_s"] for each in told)
         wall_s = max(each["end_s"] for each in told) - begin_s
-        cpu_us = sum(each["cpu_s"] for each in told) / self._case.count * 1e6
-        return self._case.phase_bytes / wall_s, cpu_us, begin_s
+        cpu_us = sum(each["cpu_s"] for each in told) / count * 1e6
+        return self._case.block_bytes * count / wall_s, cpu_us, begin_s
 
     def stop(self) -> None:
         for process in self._all:
@@ -186,32 +189,40 @@ def one_round(home: str, redis_url: str, case: Case, clients: Clients, round_: i
     out: dict[str, float] = {}
     shutil.rmtree(f"{home}/store", ignore_errors=True)
     store = settings(home, case)
-    clients.each("bare_make")
-    out["memcpy_in"], _, _ = clients.timed("memcpy_in")
-    out["memcpy_out"], _, _ = clients.timed("memcpy_out")
-    out["bare_put"], _, _ = clients.timed("bare_put")
-    out["bare_get"], _, _ = clients.timed("bare_get")
+    few, many = case.count, case.disk_count
+    each = many // case.clients
+    clients.each("bare_make", count=each)
+    out["memcpy_in"], _, _ = clients.timed("memcpy_in", few)
+    out["memcpy_out"], _, _ = clients.timed("memcpy_out", few)
+    out["bare_put"], _, _ = clients.timed("bare_put", many, order={"count": each})
+    out["bare_get"], _, _ = clients.timed("bare_get", many, order={"count": each})
     plain, piped = 2 * round_, 2 * round_ + 1
     with started_store(home, redis_url, store):
         clients.each("connect")
-        out["host_put"], out["put_cpu_us"], _ = clients.timed("put", round_=plain, in_flight=1)
+        one = {"round_": plain, "count": few // case.clients, "in_flight": 1}
+        out["host_put"], out["put_cpu_us"], _ = clients.timed("put", few, order=one)
         clients.first("durable")
+        four = {"round_": piped, "count": each, "in_flight": 4}
         out["host_put_piped"], out["put_piped_cpu_us"], begin_s = clients.timed(
-            "put", round_=piped, in_flight=4
+            "put", many, order=four
         )
         end_s = clients.first("durable")["end_s"]
-        out["ssd_put"] = case.phase_bytes / (end_s - begin_s)
+        out["ssd_put"] = case.block_bytes * many / (end_s - begin_s)
         clients.first("listed")
-        out["host_get"], out["get_cpu_us"], _ = clients.timed("get", round_=plain, copy=True)
-        out["host_get_in_place"], _, _ = clients.timed("get", round_=piped, copy=False)
-        if tries and case.count // case.clients >= CHAIN:
+        get = {"round_": plain, "copy": True}
+        out["host_get"], out["get_cpu_us"], _ = clients.timed("get", few, order=get)
+        get = {"round_": piped, "copy": False}
+        out["host_get_in_place"], _, _ = clients.timed("get", few, order=get)
+        if tries and few // case.clients >= CHAIN:
             out |= clients.first("look_up", round_=plain, tries=tries)
         clients.each("release")
         clients.each("disconnect")
     with started_store(home, redis_url, store):
         clients.each("connect")
-        out["ssd_get"], out["cold_cpu_us"], _ = clients.timed("cold", round_=plain, in_flight=1)
-        out["ssd_get_piped"], _, _ = clients.timed("cold", round_=piped, in_flight=2)
+        cold = {"round_": piped, "count": each // 2, "in_flight": 1}
+        out["ssd_get"], out["cold_cpu_us"], _ = clients.timed("cold", many // 2, order=cold)
+        cold = {"round_": plain, "count": few // case.clients, "in_flight": 2}
+        out["ssd_get_piped"], _, _ = clients.timed("cold", few, order=cold)
         wrong = sum(each["wrong"] for each in clients.each("wrong", round_=piped))
         if wrong:
             raise SystemExit(f"{wrong:.0f} blocks are not the bytes that were put")

@@ -98,30 +98,30 @@ class Client:
                 dest[number % SOURCES][:] = view[begin : begin + size]
         return measured.told()
 
-    def bare_make(self) -> dict[str, float]:
+    def bare_make(self, count: int) -> dict[str, float]:
         self._path().unlink(missing_ok=True)
         descriptor = os.open(self._path(), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.posix_fallocate(descriptor, 0, self.slot * self.count)
+        os.posix_fallocate(descriptor, 0, self.slot * count)
         os.close(descriptor)
         return {}
 
-    def bare_put(self, at_s: float) -> dict[str, float]:
+    def bare_put(self, at_s: float, count: int) -> dict[str, float]:
         """Whole slots into the preallocated O_DIRECT file, one write each, one sync."""
         descriptor = os.open(self._path(), os.O_RDWR | os.O_DIRECT)
         source = self.view[: self.slot * min(SOURCES, self.count)]
         with Measured(at_s) as measured:
-            for number in range(self.count):
+            for number in range(count):
                 begin = number % SOURCES * self.slot
                 os.pwrite(descriptor, source[begin : begin + self.slot], number * self.slot)
             os.fdatasync(descriptor)
         os.close(descriptor)
         return measured.told()
 
-    def bare_get(self, at_s: float) -> dict[str, float]:
+    def bare_get(self, at_s: float, count: int) -> dict[str, float]:
         descriptor = os.open(self._path(), os.O_RDWR | os.O_DIRECT)
         target = self.view[: self.slot]
         with Measured(at_s) as measured:
-            for number in range(self.count):
+            for number in range(count):
                 os.preadv(descriptor, [target], number * self.slot)
         os.close(descriptor)
         return measured.told()
@@ -143,15 +143,15 @@ class Client:
         self.places.clear()
         return {}
 
-    def _keys(self, round_: int) -> list[Digest]:
-        return [digest(self.number, round_, n) for n in range(self.count)]
+    def _keys(self, round_: int, count: int = 0) -> list[Digest]:
+        return [digest(self.number, round_, n) for n in range(count or self.count)]
 
-    async def put(self, at_s: float, round_: int, in_flight: int) -> dict[str, float]:
+    async def put(self, at_s: float, round_: int, count: int, in_flight: int) -> dict[str, float]:
         """All blocks in batches of 16, `in_flight` batches at a time; every batch leased."""
         store, lease = self._store(), self._lease(round_)
-        keys = self._keys(round_)
+        keys = self._keys(round_, count)
         items = [(key, self.payloads[n % SOURCES]) for n, key in enumerate(keys)]
-        places: list[Place | None] = [None] * self.count
+        places: list[Place | None] = [None] * count
 
         async def one(begin: int) -> None:
             places[begin : begin + BATCH] = await store.put(
@@ -159,9 +159,9 @@ class Client:
             )
 
         with Measured(at_s) as measured:
-            await _at_most(in_flight, one, range(0, self.count, BATCH))
+            await _at_most(in_flight, one, range(0, count, BATCH))
         got = [place for place in places if place is not None]
-        if len(got) != self.count:
+        if len(got) != count:
             raise SystemExit("a put was dropped: the arena is too small for this run")
         self.places[round_] = got
         return measured.told()
@@ -170,7 +170,7 @@ class Client:
         """When everything that was put is synced."""
         store = self._store()
         while (stat := await store.stat()) is None or stat.pending:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.004)
         return {"end_s": time.monotonic()}
 
     async def listed(self) -> dict[str, float]:
@@ -181,7 +181,8 @@ class Client:
 
     async def get(self, at_s: float, round_: int, copy: bool) -> dict[str, float]:
         """All blocks out of the arena, every check on: copied, or verified where they lie."""
-        store, keys, places = self._store(), self._keys(round_), self.places[round_]
+        store, places = self._store(), self.places[round_][: self.count]
+        keys = self._keys(round_)
         dest, good = self.dest, 0
         with Measured(at_s) as measured:
             if copy:
@@ -199,9 +200,10 @@ class Client:
             await self._store().release(self._lease(round_))
         return {}
 
-    async def cold(self, at_s: float, round_: int, in_flight: int) -> dict[str, float]:
+    async def cold(self, at_s: float, round_: int, count: int, in_flight: int) -> dict[str, float]:
         """All blocks from SSD into the arena and copied out of it, in batches of 16."""
-        store, keys, lease = self._store(), self._keys(round_), JobKey(RequestId("cold"), 0)
+        store, keys = self._store(), self._keys(round_, count)
+        lease = JobKey(RequestId("cold"), 0)
 
         async def one(begin: int) -> None:
             wanted = keys[begin : begin + BATCH]
@@ -213,7 +215,7 @@ class Client:
                     raise SystemExit("a read missed")
 
         with Measured(at_s) as measured:
-            await _at_most(in_flight, one, range(0, self.count, BATCH))
+            await _at_most(in_flight, one, range(0, count, BATCH))
         return measured.told()
 
     async def wrong(self, round_: int) -> dict[str, float]:
