@@ -26,6 +26,9 @@ from headrace.core.ids import Digest, JobKey
 
 BLOCK_TOKENS = 128
 SCHEMA = 1
+_BLOCK_BYTES = BLOCK_TOKENS * 4
+_COUNT = struct.pack("<I", BLOCK_TOKENS)
+_NO_EXTRAS = struct.pack("<I", 0)
 TOKEN_TYPE = "I"  # array typecode of token ids: unsigned 32 bit
 
 if TYPE_CHECKING:
@@ -101,12 +104,14 @@ def block_digests(
         raise ValueError("a chain that does not begin at block 0 needs its parent digest")
     view = memoryview(token_ids).cast("B")
     digest = parent if parent is not None else root
-    out: list[Digest] = []
-    for block in range(start_block, len(token_ids) // BLOCK_TOKENS):
-        begin = block * BLOCK_TOKENS * 4
-        extra = extras.get(block, b"") if extras else b""
-        digest = next_digest(digest, view[begin : begin + BLOCK_TOKENS * 4], extra)
-        out.append(Digest(digest))
+    sha256, out = hashlib.sha256, list[Digest]()
+    for begin in range(start_block * _BLOCK_BYTES, len(view) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
+        # Put together first and hashed in one call: four calls a block cost half as much again.
+        ids = view[begin : begin + _BLOCK_BYTES]
+        extra = extras.get(begin // _BLOCK_BYTES, b"") if extras else b""
+        tail = _NO_EXTRAS if not extra else struct.pack("<I", len(extra)) + extra
+        digest = sha256(b"".join((b"blk", digest, _COUNT, ids, tail))).digest()
+        out.append(digest)  # type: ignore[arg-type]  # Digest is bytes; the call costs a tenth
     return tuple(out)
 
 

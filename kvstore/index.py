@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.chain import BLOCK_TOKENS, window_digest
 from headrace.core.clock import SYSTEM_CLOCK, Clock
-from headrace.core.ids import Digest
+from headrace.core.ids import DIGEST_BYTES, Digest
+from headrace.kvstore.chain_records import ChainRecords
 from headrace.kvstore.records import (
     LiveStore,
+    packed_key,
+    packed_keys,
     record_key,
     store_key,
     store_numbers,
@@ -44,6 +48,7 @@ class IndexReader:
 
     def __init__(self, redis_url: str, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._link = RedisLink(redis_url, DEADLINE_S, clock)
+        self._live: dict[int, int] = {}  # epochs by store; asked for anew with every look-up
 
     @property
     def healthy(self) -> bool:
@@ -61,35 +66,52 @@ class IndexReader:
         """One look-up of a chain of block digests from the root on, cut at the first hole."""
         if not digests:
             return NO_HITS
-        windows = [window_digest(digest) for digest in digests]
-        keys = [record_key(Kind.KV, namespace, digest) for digest in digests]
-        keys += [record_key(Kind.SWA, namespace, digest) for digest in windows]
-
-        async def look_up(client: Client) -> tuple[list[bytes | None], dict[int, int]]:
-            values: list[bytes | None] = []
-            for begin in range(0, len(keys), _KEYS_A_CALL):
-                values += await client.mget(keys[begin : begin + _KEYS_A_CALL])
-            return values, await _epochs(client, values)
-
+        joined = b"".join(digests)
+        until_s = time.monotonic() + min(deadline_s, DEADLINE_S)
         try:
-            values, epochs = await self._link.call(look_up, deadline_s)
+            values: list[bytes | None] = []
+            for begin in range(0, len(digests), _KEYS_A_CALL):
+                part = joined[begin * DIGEST_BYTES : (begin + _KEYS_A_CALL) * DIGEST_BYTES]
+                values += await self._values(Kind.KV, namespace, part, until_s)
+                if None in values:
+                    break  # a hole: nothing behind it counts
+            chain = ChainRecords(values, joined)
+            missing = [number for number in chain.stores if number not in self._live]
+            if missing:
+                await self._learn(missing, until_s)
+            found = chain.hits(self._live)
+            windows = [(n, window_digest(digests[n])) for n in found.windows]
+            at: list[int] = []
+            if windows:
+                asked = b"".join([window for _, window in windows])
+                records = await self._values(Kind.SWA, namespace, asked, until_s)
+                at = [
+                    (n + 1) * BLOCK_TOKENS
+                    for (n, window), value in zip(windows, records, strict=True)
+                    if usable_tiers(value, Kind.SWA, window, self._live)
+                ]
         except RedisAway:
             return NO_HITS
-        by_tier: dict[Tier, int] = {}
-        blocks = 0
-        for digest, value in zip(digests, values, strict=False):
-            tiers = usable_tiers(value, Kind.KV, digest, epochs)
-            if not tiers:
-                break
-            blocks += 1
-            tier = Tier.HOST if Tier.HOST in tiers else Tier.SSD
-            by_tier[tier] = by_tier.get(tier, 0) + 1
-        at = tuple(
-            (number + 1) * BLOCK_TOKENS
-            for number in range(blocks)
-            if usable_tiers(values[len(digests) + number], Kind.SWA, windows[number], epochs)
+        return Hits(found.blocks, found.by_tier, tuple(at))
+
+    async def _values(
+        self, kind: Kind, namespace: bytes, digests: bytes, until_s: float
+    ) -> list[bytes | None]:
+        """Values of the objects whose digests are joined, and news of the stores known so far."""
+        known = tuple(self._live)
+        names = b"".join([packed_key(store_key(number)) for number in known])
+        keys = packed_keys(kind, namespace, digests)
+        count = len(digests) // DIGEST_BYTES
+        answer = await self._link.mget_packed(
+            len(known) + count, names + keys, until_s - time.monotonic()
         )
-        return Hits(blocks, by_tier, at)
+        self._live = _live(zip(known, answer, strict=False))
+        return answer[len(known) :]
+
+    async def _learn(self, numbers: Sequence[int], until_s: float) -> None:
+        names = b"".join([packed_key(store_key(number)) for number in numbers])
+        answer = await self._link.mget_packed(len(numbers), names, until_s - time.monotonic())
+        self._live.update(_live(zip(numbers, answer, strict=True)))
 
     async def present(
         self,
@@ -125,5 +147,10 @@ async def _epochs(client: Client, values: Sequence[bytes | None]) -> dict[int, i
     if not numbers:
         return {}
     live = await client.mget([store_key(number) for number in numbers])
-    found = ((number, LiveStore.unpack(value)) for number, value in zip(numbers, live, strict=True))
+    return _live(zip(numbers, live, strict=True))
+
+
+def _live(pairs: Iterable[tuple[int, bytes | None]]) -> dict[int, int]:
+    """Boot epochs by number, of those that have a live record."""
+    found = ((number, LiveStore.unpack(value)) for number, value in pairs)
     return {number: store.epoch for number, store in found if store is not None}

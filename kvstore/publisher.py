@@ -309,6 +309,7 @@ class Publisher:
             checksum=entry.checksum,
             written_at_s=entry.written_at_s,
             digest_tail=digest_tail(entry.facts.digest),
+            window_too=entry.kind is Kind.KV and self._state.has_window(entry),
         ).pack()
 
     async def _sweep(self) -> bool:

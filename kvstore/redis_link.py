@@ -86,6 +86,31 @@ class RedisLink:
         self._said = False
         return result
 
+    async def mget_packed(
+        self, count: int, keys: bytes, deadline_s: float | None = None
+    ) -> list[bytes | None]:
+        """Values of `count` keys that are packed one after another as the protocol has them.
+        Raises `RedisAway`."""
+
+        async def ask(client: Client) -> list[bytes | None]:
+            # The library takes longer to pack a thousand keys than Redis to answer them.
+            connection = await client.connection_pool.get_connection()
+            try:
+                await connection.send_packed_command(
+                    [b"*%d\r\n$4\r\nMGET\r\n" % (count + 1) + keys]
+                )
+                answer = await connection.read_response()
+            except BaseException:
+                await connection.disconnect(nowait=True)  # half an answer may be on its way
+                raise
+            finally:
+                await client.connection_pool.release(connection)
+            if not isinstance(answer, list) or len(answer) != count:
+                raise ResponseError("MGET did not answer with a value a key")
+            return answer
+
+        return await self.call(ask, deadline_s)
+
     async def script(self, lua: str, keys: Sequence[bytes], *args: bytes | int) -> Any:
         """Run a short script over `keys`. Raises `RedisAway`."""
         return await self.call(lambda client: client.eval(lua, len(keys), *keys, *args))

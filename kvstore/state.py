@@ -95,6 +95,10 @@ class StoreState:
             checksum=entry.checksum,
         )
 
+    def has_window(self, block: Entry) -> bool:
+        """Whether the window record at the end of a block is stored here too."""
+        return any(child.kind is Kind.SWA for child in self.kin.children(block))
+
     # writing ---------------------------------------------------------------------------------
 
     def reserve(
@@ -396,6 +400,8 @@ class StoreState:
 
     def _mark(self, entry: Entry) -> None:
         self.dirty[entry.key] = None
+        if entry.kind is Kind.SWA:  # the record of its block, its parent, tells of it
+            self.dirty[object_key(Kind.KV, entry.facts.namespace, entry.facts.parent)] = None
         self.on_dirty()
 
 

@@ -30,7 +30,8 @@ async def test_hits_tiers_and_windows(
     await listed_rig.start()
     client, reader = await listed_rig.client(), reader_for(valkey.url)
     await client.put(Kind.KV, things.blocks(0, 1, 2, 4))
-    await client.put(Kind.SWA, things.windows(0, 2, 4))
+    for number in (0, 2, 4):
+        await client.put(Kind.SWA, things.windows(number), parent=things.digest(number))
     await listed(client, wait_until)
     hits = await answer(reader, things.namespace, chain(things, 6))
     assert hits == Hits(3, {Tier.HOST: 3}, (128, 384))

@@ -1,0 +1,76 @@
+"""The index records of a whole chain at once: which of its blocks are stored, and in which tier.
+
+The same rules as `records.usable_tiers`, which decides on one object, in numpy: a look-up of a
+thousand blocks must not cost a thousand steps of Python. A test compares the two on random values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.core.ids import DIGEST_BYTES
+from headrace.kvstore.records import (
+    KIND_CODES,
+    KINDS_BY_CODE,
+    RECORD_BYTES,
+    RECORDS,
+    TIER_CODES,
+    TIERS_BY_CODE,
+    WINDOW_TOO,
+)
+from headrace.kvstore.settings import Kind, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class ChainHits:
+    """Leading blocks stored, how many of them per tier (a block in both counts as host), and the
+    numbers of those at whose end a window record may be stored."""
+
+    blocks: int
+    by_tier: Mapping[Tier, int]
+    windows: tuple[int, ...]
+
+
+class ChainRecords:
+    """Values of the leading keys of a chain, and the digests of all its blocks, joined. What is no
+    whole number of records ends the chain, as a missing value does."""
+
+    def __init__(self, values: Sequence[bytes | None], digests: bytes) -> None:
+        sizes = [len(value) if value else 0 for value in values]
+        ends = [n for n, size in enumerate(sizes) if not size or size % RECORD_BYTES]
+        self._count = ends[0] if ends else len(sizes)
+        leading = values[: self._count]
+        self._records = np.frombuffer(b"".join([v for v in leading if v]), RECORDS)
+        counts = np.array(sizes[: self._count], np.int64) // RECORD_BYTES
+        self._owner = np.repeat(np.arange(self._count), counts)
+        tails = np.frombuffer(digests, "<u4").reshape(-1, DIGEST_BYTES // 4)[: self._count, 7]
+        self._same = tails[self._owner] == self._records["tail"]
+        self.stores: list[int] = np.unique(self._records["store"]).tolist()
+
+    def hits(self, epochs: Mapping[int, int]) -> ChainHits:
+        """What counts, given the boot epochs of the live stores by number."""
+        records, owner = self._records, self._owner
+        kind = records["kind"] & (0xFF ^ WINDOW_TOO)
+        alive = np.zeros(len(records), bool)
+        for number in self.stores:
+            if number in epochs:
+                alive |= (records["store"] == number) & (records["epoch"] == epochs[number])
+        strange = ~np.isin(kind, list(KINDS_BY_CODE)) | ~np.isin(
+            records["tier"], list(TIERS_BY_CODE)
+        )
+        good = alive & self._same & (kind == KIND_CODES[Kind.KV])
+        if strange.any():
+            good &= ~np.isin(owner, owner[strange])  # such a value is believed in no part
+        stored = np.zeros(self._count, bool)
+        stored[owner[good]] = True
+        blocks = self._count if stored.all() else int(np.argmin(stored))
+        good &= owner < blocks
+        host = int(np.unique(owner[good & (records["tier"] == TIER_CODES[Tier.HOST])]).size)
+        by_tier = {Tier.HOST: host, Tier.SSD: blocks - host}
+        windows = np.unique(owner[good & (records["kind"] >= WINDOW_TOO)])
+        return ChainHits(
+            blocks, {tier: n for tier, n in by_tier.items() if n}, tuple(windows.tolist())
+        )
