@@ -119,6 +119,8 @@ class Elsewhere:
         live: dict[int, LiveStore],
         before: str,
     ) -> Where | None:
+        if not value:
+            return None
         tail = digest_tail(digest)
         found: list[tuple[bool, bool, Where]] = []
         for record in unpack_records(value or b""):

@@ -65,6 +65,7 @@ class Entry:
     touched: bool = False  # used since it was written to its disk place
     leases: set[JobKey] = field(default_factory=set)
     pins: int = 0
+    copy: bool = False  # of another store's object, which alone lists it
 
     @property
     def kind(self) -> Kind:

@@ -77,7 +77,7 @@ class Peers:
         brought: digests are a run of one chain, and what lies behind a hole is of no use. Of what
         is found elsewhere the first `most` are brought."""
         items: list[Item] = []
-        pinned: list[Entry] = []
+        pinned: list[Entry] = []  # once for each time it stands here
         try:
             found = await self._elsewhere.find(kind, namespace, digests, run=run)
             items = [Item(where) for where in found[:most]]
@@ -88,15 +88,17 @@ class Peers:
             for item in items:
                 # At this moment it is pinned by its batch or it is gone; nothing is awaited.
                 digest = item.where.digest
-                entry = self._state.find(kind, namespace, digest)
-                if entry is not None and entry.slot is not None and not entry.dropped:
-                    self._state.pin(entry)
+                entry, item.entry, item.wanted = item.entry, None, False
+                if entry is None:  # another's batch brought it
+                    entry = self._state.find(kind, namespace, digest)
+                    if entry is not None:
+                        self._state.pin(entry)
+                if entry is not None:
                     pinned.append(entry)
+                if entry is not None and entry.slot is not None and not entry.dropped:
                     here[digest] = entry
                 elif run:
                     break
-            for item in items:
-                self._let_go(item)
             yield tuple(here.get(digest) for digest in digests)
         finally:
             for item in items:
@@ -118,6 +120,7 @@ class Peers:
         """Begin what nobody has begun; what must be awaited."""
         waits: set[asyncio.Task[None]] = set()
         batches: list[list[Item]] = []
+        total_bytes = 0  # of the last one
         for item in items:
             key = object_key(kind, namespace, item.where.digest)
             running = self._running.get(key)
@@ -129,23 +132,25 @@ class Peers:
                 not last
                 or last[0].where.address != item.where.address
                 or len(last) >= _BATCH
-                or sum(one.where.payload_bytes for one in last) >= _BATCH_BYTES
+                or total_bytes >= _BATCH_BYTES
             ):
                 batches.append([])
+                total_bytes = 0
             batches[-1].append(item)
+            total_bytes += item.where.payload_bytes
         until_s = asyncio.get_running_loop().time() + self.deadline_s(kind, len(items))
         for batch in batches:
             task = self._start(self._bring(kind, namespace, batch, until_s))
             waits.add(task)
-            for item in batch:
-                key = object_key(kind, namespace, item.where.digest)
-                self._running[key] = task
-                task.add_done_callback(partial(self._ended, key))
+            keys = [object_key(kind, namespace, item.where.digest) for item in batch]
+            self._running.update(dict.fromkeys(keys, task))
+            task.add_done_callback(partial(self._ended, keys))
         return waits
 
-    def _ended(self, key: bytes, task: asyncio.Task[None]) -> None:
-        if self._running.get(key) is task:
-            del self._running[key]
+    def _ended(self, keys: Sequence[bytes], task: asyncio.Task[None]) -> None:
+        for key in keys:
+            if self._running.get(key) is task:
+                del self._running[key]
 
     def deadline_s(self, kind: Kind, n_objects: int) -> float:
         """How long computing so many objects anew would take: more is not waited for."""
@@ -162,7 +167,7 @@ class Peers:
             self.count.away += 1
             return
         transfer = Transfer(self._desk, peer, kind, namespace, batch)
-        work = self._start(transfer.run())
+        work = self._start(self._in_turn(peer, transfer))
         _, late = await asyncio.wait({work}, timeout=until_s - asyncio.get_running_loop().time())
         if late:
             self.count.late += sum(item.entry is None for item in batch)
@@ -175,6 +180,10 @@ class Peers:
             await asyncio.wait({work})
         if work.exception() is not None:
             log.error("a transfer failed", exc_info=work.exception())
+
+    async def _in_turn(self, peer: Peer, transfer: Transfer) -> None:
+        async with peer.turns:  # more at a time only fill the sockets' buffers
+            await transfer.run()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name="store-fetch")

@@ -25,6 +25,7 @@ from headrace.kvstore.state import StoreState
 
 log = logging.getLogger(__name__)
 _IDLE_SOCKETS = 4  # kept for each store
+_AT_A_TIME = 2  # transfers from one store
 
 
 @dataclass(slots=True)
@@ -50,13 +51,14 @@ class Peer:
     address: str
     breaker: Breaker
     idle: list[PeerSocket] = field(default_factory=list)
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_A_TIME))
 
 
 @dataclass(slots=True, eq=False)
 class Item:
     where: Where
     entry: Entry | None = None  # pinned, once it is here
-    wanted: bool = True  # whoever asked still waits
+    wanted: bool = True  # whoever asked still waits, and takes the pin over
 
 
 @dataclass(slots=True, eq=False)
@@ -161,24 +163,32 @@ class Transfer:
                 desk.forget(item.where)
                 self.doubted.append(header.facts.digest)
             return
-        entry = self._enter(header, slot)
-        if item.wanted:
-            item.entry = entry
-            self._state.pin(entry)
+        entry = self._enter(header, slot, int(item.wanted))
+        item.entry = entry if item.wanted else None
         desk.count.fetched += 1
         desk.count.fetched_bytes += header.facts.payload_bytes
 
-    def _enter(self, header: SlotHeader, slot: int) -> Entry:
-        """The object that a verified slot holds. An earlier one of that key stays, and the slot is
-        free again. Its owner keeps it on disk: this copy lives in the arena only."""
+    def _enter(self, header: SlotHeader, slot: int, pins: int) -> Entry:
+        """The object that a verified slot holds, with so many pins more. An earlier one of that key
+        stays, and the slot is free again. Its owner keeps it on disk and lists it: this copy lives
+        in the arena only."""
         state, facts = self._state, header.facts
         key = object_key(facts.kind, facts.namespace, facts.digest)
         entry = state.objects.get(key)
         if entry is not None:
             state.residents.give(facts.kind, slot, facts.domain)
+            entry.pins += pins
+            state.residents.settle(entry)
             return entry
         entry = Entry(
-            key, facts, header.checksum, header.written_at_s, Visibility.SEALED, Saving.GIVEN_UP
+            key,
+            facts,
+            header.checksum,
+            header.written_at_s,
+            Visibility.SEALED,
+            Saving.GIVEN_UP,
+            pins=pins,
+            copy=True,
         )
         state.enter_new(entry, slot)
         state.residents.settle(entry)
@@ -253,9 +263,8 @@ class Transfer:
 
     def _take(self, views: Sequence[memoryview], sums: list[int]) -> None:
         assert self._sock is not None
-        for view in views:
-            self._sock.receive_into(view)
-            sums.append(checksum(view))  # while it is warm
+        self._sock.receive_into(views)
+        sums.extend(map(checksum, views))
 
     async def _in_thread(self, work: Any) -> Any:
         """Run and wait, even when cancelled: the thread may be using our slots."""

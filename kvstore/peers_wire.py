@@ -22,12 +22,11 @@ from headrace.core.frames import FrameCodec
 from headrace.core.limits import WireLimits
 from headrace.core.link import parse_address
 from headrace.core.wire import MessageTable
-from headrace.kvstore.layout import Buffer
 from headrace.kvstore.settings import Kind
 
 MOST_OBJECTS = 256  # of one Fetch
 _VIEWS = 512  # of one sendmsg; the kernel takes 1,024
-_BUFFER_BYTES = 4 << 20
+_BUFFER_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ class PeerSocket:
     def send(self, message: Any, payloads: Sequence[memoryview] = ()) -> None:
         """Send a message and what follows it. Raises `PeerGone`."""
         frame = self._codec.encode(PEER_MESSAGES.encode(message))
-        views: list[Buffer] = [frame, *payloads]
+        views = [memoryview(frame), *payloads]
         try:
             while views:
                 sent = self._sock.sendmsg(views[:_VIEWS])
@@ -121,9 +120,19 @@ class PeerSocket:
         self._fill(memoryview(body))
         return PEER_MESSAGES.decode(bytes(body))
 
-    def receive_into(self, dest: memoryview) -> None:
-        """Fill `dest` with the bytes that follow. Raises `PeerGone`; `dest` is then garbage."""
-        self._fill(dest)
+    def receive_into(self, dests: Sequence[memoryview]) -> None:
+        """Fill all of `dests`, one after the other, with the bytes that follow: as few calls as
+        can be, since every return to Python may wait for another thread's turn. Raises `PeerGone`;
+        what they hold is then garbage."""
+        left = list(dests)
+        try:
+            while left:
+                part = self._sock.recvmsg_into(left[:_VIEWS], 0, socket.MSG_WAITALL)[0]
+                if part == 0:
+                    raise PeerGone("the connection ended")
+                left = _rest(left, part)
+        except OSError as error:
+            raise self._gone(error) from None
 
     def _fill(self, dest: memoryview, *, may_end: bool = False) -> bool:
         got = 0
@@ -168,10 +177,10 @@ def refuse_odd_fetch(fetch: Fetch) -> None:
         )
 
 
-def _rest(views: list[Buffer], sent: int) -> list[Buffer]:
-    """What is still to be sent after `sent` bytes of `views`."""
+def _rest(views: list[memoryview], moved: int) -> list[memoryview]:
+    """What is left of `views` after `moved` bytes."""
     for index, view in enumerate(views):
-        if sent < len(view):
-            return [memoryview(view)[sent:], *views[index + 1 :]]
-        sent -= len(view)
+        if moved < len(view):
+            return [view[moved:], *views[index + 1 :]]
+        moved -= len(view)
     return []

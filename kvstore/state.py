@@ -399,6 +399,8 @@ class StoreState:
         self.kin.add(entry)
 
     def _mark(self, entry: Entry) -> None:
+        if entry.copy:
+            return
         self.dirty[entry.key] = None
         if entry.kind is Kind.SWA:  # the record of its block, its parent, tells of it
             self.dirty[object_key(Kind.KV, entry.facts.namespace, entry.facts.parent)] = None

@@ -1,0 +1,302 @@
+"""Getting objects from another host's store, against what loopback TCP gives in the same run.
+
+    .venv/bin/python bench/kvstore/bench_peers.py [--json] [--block-bytes 113920]
+
+Two stores with their own arenas, index in an embedded Valkey, one client at the second store. The
+first has all blocks in its arena; the second fetches them, `--batch` at a time with one or four
+batches under way, and as one chain. Received in place, every header and checksum verified. The
+limit is the same blocks sent between two processes by the same calls and verified by nobody, over
+1, 2 and 4 connections: the best of them. Best of `--rounds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict
+from typing import Any
+
+from headrace.core.deployment import Deployment
+from headrace.core.ids import Digest
+from headrace.core.role import RoleSettings
+from headrace.kvstore import Kind, StoreClient, StoreSettings, embedded_valkey, run_store
+from headrace.kvstore.files import aligned_buffer
+from headrace.kvstore.layout import slot_bytes
+
+TOKEN = "a token of a bench, nobody else's"
+NAMESPACE = hashlib.sha256(b"bench").digest()
+BAR = 0.7
+
+
+def serve(told: dict[str, Any]) -> None:
+    role = RoleSettings(
+        name=told["name"],
+        listen=f"unix://{told['home']}/{told['name']}.sock",
+        token=TOKEN,
+        redis_url=told["redis_url"],
+        store_address=f"unix://{told['home']}/{told['name']}.sock",
+        run_dir=told["home"],
+        build="bench",
+        deployment=Deployment(),
+    )
+    asyncio.run(
+        run_store(
+            role, StoreSettings(**told["settings"]), ready=lambda _: print("ready", flush=True)
+        )
+    )
+
+
+class StoreProcess:
+    """A store in a process of its own; `cpu_s` is what it used so far."""
+
+    def __init__(self, home: str, name: str, redis_url: str, settings: StoreSettings) -> None:
+        told = {
+            "home": home,
+            "name": name,
+            "redis_url": redis_url,
+            "settings": asdict(settings),
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", __file__, "--serve", json.dumps(told)], stdout=subprocess.PIPE
+        )
+        assert self.process.stdout is not None
+        if not self.process.stdout.readline():
+            raise SystemExit(f"the store {name} did not start")
+
+    def cpu_s(self) -> float:
+        with open(f"/proc/{self.process.pid}/stat", encoding="ascii") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+# the limit ---------------------------------------------------------------------------------------
+
+
+def _send(port: int, block_bytes: int, count: int, batch: int) -> None:
+    view = aligned_buffer(batch * slot_bytes(block_bytes))
+    view[:] = random.Random(1).randbytes(len(view))
+    views = [view[n * slot_bytes(block_bytes) :][:block_bytes] for n in range(batch)]
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        for _ in range(count // batch):
+            left: list[Any] = list(views)
+            while left:
+                sent = sock.sendmsg(left)
+                while left and sent >= len(left[0]):
+                    sent -= len(left.pop(0))
+                if left:
+                    left[0] = left[0][sent:]
+
+
+def tcp_bytes_a_second(block_bytes: int, count: int, batch: int, connections: int) -> float:
+    """The same blocks from process to process, received into place, unverified."""
+    each = count // connections
+    slot = slot_bytes(block_bytes)
+    arena = aligned_buffer(count * slot)
+    for at in range(0, len(arena), 4096):
+        arena[at] = 1  # touched before, as an arena is
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    senders = [
+        context.Process(target=_send, args=(port, block_bytes, each, batch))
+        for _ in range(connections)
+    ]
+    for sender in senders:
+        sender.start()
+    socks = [listening.accept()[0] for _ in senders]
+    for sock in socks:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
+        sock.recv(1, socket.MSG_PEEK)
+
+    def take(number: int) -> None:
+        for index in range(number * each, number * each + each // batch * batch):
+            view = arena[index * slot : index * slot + block_bytes]
+            got = 0
+            while got < block_bytes:
+                part = socks[number].recv_into(view[got:], 0, socket.MSG_WAITALL)
+                if not part:
+                    raise SystemExit("a sender ended early")
+                got += part
+
+    began_s = time.perf_counter()
+    threads = [threading.Thread(target=take, args=(n,)) for n in range(connections)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    took_s = time.perf_counter() - began_s
+    for sock in socks:
+        sock.close()
+    listening.close()
+    for sender in senders:
+        sender.join()
+    return connections * (each // batch * batch) * block_bytes / took_s
+
+
+# the stores --------------------------------------------------------------------------------------
+
+
+def digest_of(number: int) -> Digest:
+    return Digest(hashlib.sha256(b"bench %d" % number).digest())
+
+
+async def fill(address: str, block_bytes: int, count: int) -> None:
+    client = StoreClient(address, TOKEN, NAMESPACE)
+    assert await client.connect(20)
+    payload = bytearray(random.Random(2).randbytes(block_bytes))
+    for begin in range(0, count, 16):
+        items = []
+        for number in range(begin, min(begin + 16, count)):
+            payload[:8] = number.to_bytes(8, "little")
+            items.append((digest_of(number), bytes(payload)))
+        places = await client.put(Kind.KV, items)
+        assert None not in places
+    while True:
+        stat = await client.stat()
+        if stat and stat.index == "ok" and not stat.index_unlisted and not stat.pending:
+            break
+        await asyncio.sleep(0.05)
+    await client.close()
+
+
+async def fetch(address: str, block_bytes: int, count: int, batch: int, in_flight: int) -> float:
+    """Seconds until all blocks are in the second store's arena; each is compared afterwards."""
+    client = StoreClient(address, TOKEN, NAMESPACE)
+    assert await client.connect(20)
+    await asyncio.sleep(0.3)
+    turns = iter(range(0, count, batch))
+    places: dict[int, Any] = {}
+
+    async def one() -> None:
+        for begin in turns:
+            digests = [digest_of(n) for n in range(begin, min(begin + batch, count))]
+            found = await client.open_prefix(digests, None)
+            assert len(found) == len(digests), f"{len(found)} of {len(digests)} came"
+            places.update(enumerate(found, begin))
+
+    began_s = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(in_flight)))
+    took_s = time.perf_counter() - began_s
+    dest = bytearray(block_bytes)
+    for number, place in places.items():
+        assert client.read_into(place, digest_of(number), dest)
+        assert dest[:8] == number.to_bytes(8, "little")
+    stat = await client.stat()
+    assert stat is not None and stat.peer_fetched == count and not stat.peer_failed
+    await client.close()
+    return took_s
+
+
+def measure(arguments: argparse.Namespace, home: str, say: Any) -> dict[str, Any]:
+    block_bytes, count, batch = arguments.block_bytes, arguments.count, arguments.batch
+    room = int(count * slot_bytes(block_bytes) * 1.6) + (8 << 20)
+    valkey = embedded_valkey(home)
+    best: dict[str, float] = {}
+
+    def settings(name: str) -> StoreSettings:
+        return StoreSettings(
+            directory=f"{home}/{name}",
+            arena_bytes=room,
+            ssd_bytes=room + (64 << 20),
+            segment_bytes=32 << 20,
+            block_bytes=block_bytes,
+            window_bytes=block_bytes,
+            window_share=0.01 if count > 200 else 0.2,
+            claim_s=0.1,
+            peer_listen="tcp://127.0.0.1:0",
+            peer_least_s=30.0,
+        )
+
+    stores = [StoreProcess(home, "a", valkey.url, settings("a"))]
+    try:
+        asyncio.run(fill(f"unix://{home}/a.sock", block_bytes, count))
+        for round_ in range(arguments.rounds):
+            for connections in (1, 2, 4):
+                limit = tcp_bytes_a_second(block_bytes, count, batch, connections)
+                best["tcp"] = max(best.get("tcp", 0.0), limit)
+            for name, size, in_flight in (
+                ("1 batch under way", batch, 1),
+                ("4 batches under way", batch, 4),
+                ("one chain", count, 1),
+            ):
+                say(f"round {round_ + 1} of {arguments.rounds}: {name}")
+                stores.append(StoreProcess(home, "b", valkey.url, settings("b")))
+                time.sleep(1.2)  # a beat: both know each other
+                before = [store.cpu_s() for store in (stores[0], stores[-1])]
+                took_s = asyncio.run(
+                    fetch(f"unix://{home}/b.sock", block_bytes, count, size, in_flight)
+                )
+                used = [
+                    store.cpu_s() - was
+                    for store, was in zip((stores[0], stores[-1]), before, strict=True)
+                ]
+                if count * block_bytes / took_s > best.get(name, 0.0):
+                    best[name] = count * block_bytes / took_s
+                    best[f"{name}: owner us a block"] = used[0] / count * 1e6
+                    best[f"{name}: asking us a block"] = used[1] / count * 1e6
+                stores.pop().stop()
+                shutil.rmtree(f"{home}/b")
+    finally:
+        for store in stores:
+            store.stop()
+        valkey.stop()
+    return {"block_bytes": block_bytes, "count": count, "batch": batch, **best}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--block-bytes", type=int, default=113_920)
+    parser.add_argument("--count", type=int, default=2048, help="blocks in all")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(json.loads(arguments.serve))
+        return
+    home = tempfile.mkdtemp(prefix="hb-", dir="/tmp")
+    try:
+        found = measure(
+            arguments, home, lambda text: None if arguments.json else print(text, file=sys.stderr)
+        )
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+        return
+    limit = found["tcp"]
+    print(
+        f"{found['count']} blocks of {found['block_bytes']} B; loopback TCP {limit / 1e9:.2f} GB/s"
+    )
+    for name in ("1 batch under way", "4 batches under way", "one chain"):
+        ratio = found[name] / limit
+        print(
+            f"{name:20s} {found[name] / 1e9:5.2f} GB/s  {ratio:4.2f} of TCP"
+            f" (bar {BAR}{'' if ratio >= BAR else ': missed'}); CPU a block: owner"
+            f" {found[name + ': owner us a block']:.0f} us, asking store"
+            f" {found[name + ': asking us a block']:.0f} us"
+        )
+
+
+if __name__ == "__main__":
+    main()
