@@ -1,4 +1,4 @@
-"""The `headrace` command: up, down, status, chat, role, model, layout, version.
+"""The `headrace` command: up, down, status, chat, store, role, model, layout, version.
 
 Every message that refuses something says what to do instead. Nothing here imports ray or torch:
 the leader and the roles do, in their own processes. What a command needs is imported when it runs,
@@ -207,6 +207,14 @@ def role(
 
 app.add_typer(model_cli.app)
 app.command()(model_cli.layout)
+
+
+@app.command(context_settings=_PASSED_ON)
+def store(context: typer.Context) -> None:
+    """Look into a KV store, repair it, carry prefixes: headrace store --help."""
+    from headrace.cluster.store_cli import app as store_app
+
+    store_app(context.args, prog_name="headrace store")
 
 
 @app.command()

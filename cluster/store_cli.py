@@ -1,0 +1,309 @@
+"""`headrace store`: look into a store, repair it, carry prefixes, and measure a disk.
+
+A running store is asked; what has to own the files works on a directory that nobody serves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cluster.store_steps import (
+    bar,
+    chains_of,
+    err,
+    findings_values,
+    hex_bytes,
+    open_files,
+    pick_chains,
+    said,
+    seconds,
+    seen_in,
+    show,
+    stat_of_files,
+)
+from headrace.cluster.store_views import chains_table, findings_view, stat_view, trial_table
+from headrace.cluster.stores import economics, economics_values, find_target
+from headrace.core.errors import ConfigError
+from headrace.kvstore.layout import domain_tag
+from headrace.kvstore.questions import Topic
+from headrace.kvstore.workshop import carry, live, repair
+from headrace.kvstore.workshop.directory import StoreDirectory
+from headrace.kvstore.workshop.survey import Chain, chains
+
+app = typer.Typer(
+    name="store",
+    help="Look into a KV store, repair it, carry prefixes between stores. Works on the store of a"
+    " running cluster, or on a directory that nobody serves.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+Directory = Annotated[
+    Path | None,
+    typer.Argument(
+        help="The store's directory, served by nobody. Default: the store of the cluster.",
+        show_default=False,
+    ),
+]
+Name = Annotated[
+    str, typer.Option("--name", help="Name of the cluster. Default: the only one there is.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+Tips = Annotated[
+    list[str] | None,
+    typer.Option("--tip", help="First digits of a chain's tip, as `ls` shows it; may be repeated."),
+]
+
+
+@app.command()
+def stat(directory: Directory = None, name: Name = "", as_json: AsJson = False) -> None:
+    """Say how much is stored: by tier, kind, namespace and domain; pins; and whether hits pay."""
+    with said():
+        target = find_target(directory, name)
+        values = live.stat(target.live) if target.live is not None else stat_of_files(target)
+        values["economics"] = economics_values(economics(target.run))
+        show(values, stat_view(values), as_json)
+
+
+@app.command()
+def ls(
+    directory: Directory = None,
+    name: Name = "",
+    limit: Annotated[int, typer.Option(help="Most chains to list.", min=1, max=10_000)] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """List stored chains by their last block, the newest first."""
+    with said():
+        target = find_target(directory, name)
+        rows, total = chains_of(target, limit)
+        shown = rows[:limit]
+        show({"chains": shown, "total": total}, chains_table(shown, total), as_json)
+
+
+@app.command()
+def verify(directory: Directory = None, name: Name = "", as_json: AsJson = False) -> None:
+    """Read every object back and check it. Changes nothing; exit status 1 if one is damaged."""
+    _walk(directory, name, as_json, "verify", repair.verify, "")
+
+
+@app.command()
+def scrub(directory: Directory = None, name: Name = "", as_json: AsJson = False) -> None:
+    """Read every object back and remove what is damaged."""
+    _walk(directory, name, as_json, "scrub", repair.scrub, "removed")
+
+
+@app.command("rebuild-index")
+def rebuild_index(directory: Directory = None, name: Name = "", as_json: AsJson = False) -> None:
+    """Make the index anew. A running store writes all its records to Redis again, while serving
+    goes on. In a directory, damaged headers of segments are made anew from their slots; the store
+    writes its records when it starts."""
+    with said():
+        target = find_target(directory, name)
+        if target.live is not None:
+            values = live.ask(target.live, Topic.REPUBLISH)
+            words = f"the records of {values['objects']:,} objects are being written"
+        else:
+            with bar("rebuild-index") as step, StoreDirectory(target.directory) as files:
+                made = repair.rebuild_headers(files, step)
+            values = {"segments": made, "objects": sum(made.values())}
+            words = f"{len(made)} segments have their header again: {values['objects']:,} objects"
+        show(values, words, as_json)
+
+
+@app.command()
+def gc(
+    directory: Directory = None,
+    name: Name = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    older_than: Annotated[
+        str, typer.Option(help="Also chains that nobody wrote to for so long: 36h, 30d.")
+    ] = "",
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="Also everything of this namespace (64 hex digits).")
+    ] = None,
+    domain: Annotated[
+        list[str] | None, typer.Option(help="Also everything of this cache domain, by name.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what nobody can reach: duplicates, blocks without the blocks before them, pins whose
+    time is over."""
+    with said():
+        before_s = int(time.time() - seconds(older_than, "--older-than")) if older_than else 0
+        wishes = repair.Wishes(
+            before_s,
+            frozenset(hex_bytes(text, 32, "--namespace") for text in namespace or ()),
+            frozenset(domain_tag(text) for text in domain or ()),
+        )
+        target = find_target(directory, name)
+        with bar("gc") as step, open_files(target, "gc") as files:
+            found = repair.find_garbage(files, wishes, step)
+            if not dry_run:
+                repair.erase(files, found)
+            over = () if dry_run else repair.end_pins(target.directory, time.time())
+        values = findings_values(found) | {
+            "pins_ended": [one.name for one in over],
+            "dry_run": dry_run,
+        }
+        show(values, findings_view(values, "would go" if dry_run else "removed"), as_json)
+
+
+@app.command()
+def export(
+    file: Annotated[Path, typer.Argument(help="File to write.", show_default=False)],
+    directory: Directory = None,
+    name: Name = "",
+    tip: Tips = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every whole chain.")] = False,
+    namespace: Annotated[
+        str, typer.Option(help="Needed if there are chains of several: 64 hex digits.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Write chains with their window records into one file, to be imported by a store with the same
+    salt and model."""
+    with said():
+        target = find_target(directory, name)
+        with open_files(target, "export") as files:
+            rows = [row for row in chains(seen_in(files), target.domains) if row.whole]
+            picked = pick_chains(rows, tip or [], everything, namespace)
+            with bar("export") as step:
+                about = carry.export_chains(
+                    files,
+                    bytes.fromhex(picked[0].namespace),
+                    [bytes.fromhex(row.tip) for row in picked],
+                    file,
+                    step,
+                )
+        values = {
+            "file": str(file),
+            "chains": len(picked),
+            "objects": about.objects,
+            "payload_bytes": about.payload_bytes,
+        }
+        words = f"{len(picked)} chains, {about.objects:,} objects in {file}"
+        show(values, words, as_json)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="File to read.", show_default=False)],
+    directory: Directory = None,
+    name: Name = "",
+    new_namespace: Annotated[
+        bool, typer.Option("--new-namespace", help="Also if no object here has its namespace.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Verify a whole prefix file, then write what is missing into free slots. Pushes nothing out.
+
+    The file must come from a store with the same salt. It proves that its bytes are those exported,
+    not that they were computed honestly: import what you would trust as weights."""
+    with said():
+        target = find_target(directory, name)
+        with bar("import") as step, open_files(target, "import") as files:
+            done = carry.import_file(files, file, step, force=new_namespace)
+        words = (
+            f"{done.written:,} objects written, {done.known:,} were there,"
+            f" {done.no_room:,} found no free slot"
+        )
+        show(asdict(done), words, as_json)
+    if done.no_room:
+        err.print("raise store.ssd_bytes, or let `headrace store gc` make room")
+        raise typer.Exit(1)
+
+
+@app.command()
+def warm(
+    tips: Annotated[
+        list[str] | None, typer.Argument(help="First digits of the tips of chains.")
+    ] = None,
+    name: Name = "",
+    pin: Annotated[str, typer.Option(help="Pin the chain under this name, too.")] = "",
+    ttl: Annotated[str, typer.Option(help="How long a pin holds: 90m, 36h, 7d.")] = "24h",
+    unpin: Annotated[str, typer.Option(help="End the pin of this name.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Bring stored chains into the memory of a running store; pin them to its disk."""
+    with said():
+        tips = tips or []
+        if bool(tips) == bool(unpin) or (pin and len(tips) != 1):
+            raise ConfigError("name chains to warm (one with --pin), or an --unpin NAME")
+        target = find_target(None, name)
+        store = target.must_be_live("warm")
+        if unpin:
+            values = live.ask(store, Topic.UNPIN, name=unpin)
+            words = f"pin {unpin} has ended" if values["ended"] else f"there is no pin {unpin}"
+            show(values, words, as_json)
+            return
+        rows = [Chain(**row) for row in chains_of(target, 10_000)[0]]
+        picked = pick_chains([row for row in rows if row.whole], tips, False, "")
+        values = {}
+        if pin:
+            values = live.ask(
+                store,
+                Topic.PIN,
+                name=pin,
+                namespace=picked[0].namespace,
+                tip=picked[0].tip,
+                ttl_s=float(seconds(ttl, "--ttl")),
+            )
+        with bar("warm") as step:
+            there, total = live.warm(
+                store,
+                bytes.fromhex(picked[0].namespace),
+                [bytes.fromhex(row.tip) for row in picked],
+                step,
+            )
+        values |= {"blocks_in_memory": there, "blocks": total}
+        words = f"{there:,} of {total:,} blocks are in memory" + (
+            f"; pinned as {pin}" if pin else ""
+        )
+        show(values, words, as_json)
+
+
+@app.command()
+def bench(
+    folder: Annotated[Path, typer.Argument(help="Where to measure, e.g. an SSD's mount.")] = Path(),
+    blocks: Annotated[int, typer.Option(help="Blocks to store.", min=16, max=100_000)] = 1024,
+    block_bytes: Annotated[
+        int,
+        typer.Option(help="Bytes of one (`headrace layout`).", min=1, max=1 << 24),
+    ] = 113_920,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a store of its own in a folder against a bare file there: put and get, memory and
+    disk. Takes a few seconds, and leaves nothing behind."""
+    from headrace.kvstore.workshop.trial import run_trial
+
+    with said():
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder")
+        with bar("bench") as step:
+            values = asdict(run_trial(folder, blocks, block_bytes, step))
+        show(values, trial_table(values), as_json)
+
+
+def _walk(
+    directory: Path | None,
+    name: str,
+    as_json: bool,
+    what: str,
+    verb: Callable[[StoreDirectory, repair.Progress], repair.Findings],
+    done: str,
+) -> None:
+    with said():
+        target = find_target(directory, name)
+        with bar(what) as step, open_files(target, what) as files:
+            found = verb(files, step)
+        values = findings_values(found)
+        show(values, findings_view(values, done), as_json)
+    if found.damaged:
+        raise typer.Exit(1)

@@ -1,0 +1,183 @@
+"""What the commands of `headrace store` have in common: opening, listing, choosing, showing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from headrace.cluster.stores import Target
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.kvstore.pins import read_pins
+from headrace.kvstore.questions import Topic
+from headrace.kvstore.workshop import live
+from headrace.kvstore.workshop.directory import StoreDirectory
+from headrace.kvstore.workshop.repair import Findings
+from headrace.kvstore.workshop.survey import Chain, Seen, chains, find_tip, plain, sums
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+_TIMES_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def open_files(target: Target, what: str) -> StoreDirectory:
+    """The files of a store that nobody serves. Raises `ConfigError` when a cluster does."""
+    if target.live is not None:
+        raise ConfigError(
+            f"{what} has to own the files, and a running cluster serves {target.directory}:"
+            " `headrace down` first"
+        )
+    return StoreDirectory(target.directory)
+
+
+def findings_values(found: Findings) -> dict[str, Any]:
+    """As plain values, places included, up to 1,000 of them."""
+    return {
+        "slots": found.slots,
+        "objects": found.objects,
+        "payload_bytes": found.payload_bytes,
+        "damaged": found.damaged,
+        "damaged_segments": list(found.damaged_segments),
+        "flaws": found.counts(),
+        "places": [
+            {"segment": place.segment, "slot": place.slot, "flaw": flaw.value, "bytes": n}
+            for place, flaw, n in found.flaws[:1000]
+        ],
+    }
+
+
+def seen_in(files: StoreDirectory) -> list[Seen]:
+    """Every object of a directory."""
+    return [
+        Seen(header.facts, header.written_at_s, False, True)
+        for _, header in files.objects().values()
+    ]
+
+
+def stat_of_files(target: Target) -> dict[str, Any]:
+    """What `stat` says of a directory, as plain values."""
+    with StoreDirectory(target.directory) as files:
+        seen = seen_in(files)
+        heads = [segment.header for segment in files.segments]
+        segments = {
+            "files": len(heads),
+            "free": sum(s.blank or bool(s.header and not s.header.kind) for s in files.segments),
+            "damaged": sum(s.header is None and not s.blank for s in files.segments),
+            "file_bytes": sum(segment.size_bytes for segment in files.segments),
+        }
+    return {
+        "store": None,
+        "segments": segments,
+        "sums": plain(sums(seen, target.domains)),
+        "chains": len(chains(seen)),
+        "pins": {"pins": [asdict(pin) for pin in read_pins(target.directory)]},
+    }
+
+
+def chains_of(target: Target, limit: int) -> tuple[list[dict[str, Any]], int]:
+    """The newest chains and how many there are, of a running store or a directory."""
+    if target.live is not None:
+        values = live.ask(target.live, Topic.CHAINS, limit=limit)
+        return values["chains"], values["total"]
+    with StoreDirectory(target.directory) as files:
+        rows = chains(seen_in(files), target.domains)
+    return plain(rows), len(rows)
+
+
+def pick_chains(
+    rows: list[Chain], starts: list[str], everything: bool, namespace: str
+) -> list[Chain]:
+    """The chains that are meant, all of one namespace. Raises `ConfigError` saying what to add."""
+    if everything == bool(starts):
+        raise ConfigError("name chains by --tip, as `headrace store ls` shows them, or take --all")
+    picked = [row for row in rows if not namespace or row.namespace == namespace.lower()]
+    if starts:
+        chosen = []
+        for start in starts:
+            tips = find_tip(start, (row.tip for row in picked))
+            if len(tips) != 1:
+                found = str(len(tips) or "none")
+                raise ConfigError(f"--tip {start}: {found} of the whole chains here begin so")
+            chosen.append(tips[0])
+        picked = [row for row in picked if row.tip in chosen]
+    if not picked:
+        raise ConfigError("there is no whole chain here that this names")
+    spaces = sorted({row.namespace for row in picked})
+    if len(spaces) > 1:
+        raise ConfigError(f"chains of one namespace at a time; say --namespace, of {spaces}")
+    return picked
+
+
+def seconds(text: str, option: str) -> int:
+    """`90m`, `36h`, `7d` in seconds. Raises `ConfigError` naming the option."""
+    found = re.fullmatch(r"(\d{1,6})([smhd])", text)
+    if found is None:
+        raise ConfigError(f"{option} must be a number with s, m, h or d, got {text[:40]!r}")
+    return int(found[1]) * _TIMES_S[found[2]]
+
+
+def hex_bytes(text: str, n_bytes: int, option: str) -> bytes:
+    """Bytes out of hex digits. Raises `ConfigError` naming the option."""
+    try:
+        data = bytes.fromhex(text)
+    except ValueError:
+        data = b""
+    if len(data) != n_bytes:
+        raise ConfigError(f"{option} must have {2 * n_bytes} hex digits, got {text[:80]!r}")
+    return data
+
+
+@contextlib.contextmanager
+def bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error; quick steps show none that stays."""
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        shown_s = 0.0
+
+        def step(done: int, total: int) -> None:
+            nonlocal shown_s
+            now_s = time.monotonic()
+            if done == total or now_s - shown_s > 0.05:  # an update costs more than a slot
+                progress.update(task, completed=done, total=total)
+                shown_s = now_s
+
+        yield step
+
+
+def show(values: Any, words: RenderableType, as_json: bool) -> None:
+    """Print for people, or as JSON."""
+    if as_json:
+        out.print_json(json.dumps(values))
+        return
+    if not out.is_terminal:
+        out.width = 160  # piped: nobody's window to fit into
+    out.print(words)
+
+
+@contextlib.contextmanager
+def said() -> Iterator[None]:
+    """Refusals become one line and exit status 2; damage that was found is 1."""
+    try:
+        yield
+    except (HeadraceError, OSError) as error:
+        _fail(error.message if isinstance(error, HeadraceError) else str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    err.print(f"[bold red]headrace:[/] {escape(message)}")
+    raise typer.Exit(2)

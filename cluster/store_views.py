@@ -1,0 +1,151 @@
+"""What `headrace store` prints for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headrace.cluster.status import store_table
+
+
+def size(n_bytes: float) -> str:
+    """Bytes for people, kB being 1,000."""
+    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
+        if n_bytes >= 10**power:
+            return f"{n_bytes / 10**power:.1f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def age(written_at_s: float) -> str:
+    """How long ago, in the largest unit that says something."""
+    seconds = max(0.0, time.time() - written_at_s)
+    for unit, length_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def sums_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="objects", title_justify="left")
+    for column in ("kind", "namespace", "domain", "objects", "in memory", "on disk", "bytes"):
+        numbers = column not in ("kind", "namespace", "domain")
+        table.add_column(column, justify="right" if numbers else "left")
+    for row in rows:
+        table.add_row(
+            row["kind"],
+            row["namespace"],
+            row["domain"],
+            f"{row['objects']:,}",
+            f"{row['host_objects']:,}",
+            f"{row['ssd_objects']:,}",
+            size(row["payload_bytes"]),
+        )
+    return table
+
+
+def chains_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
+    note = (
+        f"{len(rows)} of {total}, newest first" if len(rows) < total else f"{total}, newest first"
+    )
+    table = Table(title=f"chains: {note}", title_justify="left")
+    for column in ("tip", "domain", "namespace", "tokens", "windows", "bytes", "age", ""):
+        numbers = column in ("tokens", "windows", "bytes", "age")
+        table.add_column(column, justify="right" if numbers else "left")
+    for row in rows:
+        table.add_row(
+            row["tip"][:16],
+            row["domain"],
+            row["namespace"][:16],
+            f"{row['tokens']:,}",
+            str(row["windows"]),
+            size(row["payload_bytes"]),
+            age(row["written_at_s"]),
+            "" if row["whole"] else "[red]not whole[/]",
+        )
+    return table
+
+
+def stat_view(values: Mapping[str, Any]) -> RenderableType:
+    """What `stat` says, of a running store or of a directory."""
+    parts: list[RenderableType] = []
+    if values.get("store"):
+        parts.append(store_table(values["store"]))
+    if values.get("segments"):
+        of = values["segments"]
+        parts.append(
+            Text(
+                f"{of['files']} segments ({size(of['file_bytes'])}), {of['free']} unused,"
+                f" {of['damaged']} with a damaged header"
+            )
+        )
+    parts.append(sums_table(values["sums"]))
+    parts.append(Text(f"{values['chains']} chains; `headrace store ls` lists them"))
+    parts += [Text(line) for line in _pins(values["pins"])]
+    if values.get("economics"):
+        parts.append(Text(_economics(values["economics"])))
+    return Group(*parts)
+
+
+def _pins(pins: Mapping[str, Any]) -> Iterator[str]:
+    for pin in pins["pins"]:
+        left_s = pin["expires_at_s"] - time.time()
+        yield f"pin {pin['name']}: {pin['tip'][:16]}, {max(0.0, left_s) / 3600:.1f} h left"
+    if pins["pins"] and pins.get("quota_bytes") is not None:
+        yield f"pins hold {size(pins['held_bytes'])} of {size(pins['quota_bytes'])}"
+
+
+def _economics(of: Mapping[str, float]) -> str:
+    return (
+        f"hits: {of['saved_rows']:,} rows not run x {1000 * of['row_s']:.2f} ms ="
+        f" {of['saved_s']:.1f} s saved, less {of['load_s']:.1f} s load and verify,"
+        f" {of['replay_s']:.1f} s replay: {of['net_s']:+.1f} s"
+    )
+
+
+def findings_view(values: Mapping[str, Any], verb: str) -> RenderableType:
+    """What `verify`, `scrub` and `gc` found."""
+    lines = [
+        f"{values['slots']:,} slots read, {values['objects']:,} objects sound"
+        f" ({size(values['payload_bytes'])})"
+    ]
+    if values["damaged_segments"]:
+        numbers = ", ".join(map(str, values["damaged_segments"]))
+        lines.append(
+            f"segment {numbers}: damaged header; `headrace store rebuild-index` makes it anew"
+        )
+    words = {
+        "payload": "do not match their checksum",
+        "unreadable": "cannot be read",
+        "duplicate": "older copies of what is stored twice",
+        "orphan": "hang on blocks that are not stored",
+        "unwanted": "to go by their age, namespace or domain",
+    }
+    for flaw, count in values["flaws"].items():
+        lines.append(f"{count:,} {words[flaw]}{': ' + verb if verb else ''}")
+    return Text("\n".join(lines))
+
+
+def trial_table(values: Mapping[str, Any]) -> Table:
+    table = Table(
+        title=f"{values['blocks']:,} blocks of {values['block_bytes']:,} bytes, one client",
+        title_justify="left",
+    )
+    for column in ("", "MB/s", "of a bare file"):
+        table.add_column(column, justify="right" if column else "left")
+    rows = (
+        ("bare file, write + sync", "bare_write", "bare_write"),
+        ("bare file, read", "bare_read", "bare_read"),
+        ("put, until readable", "put_host", ""),
+        ("put, until durable", "put_ssd", "bare_write"),
+        ("get from memory", "get_host", ""),
+        ("get from disk", "get_ssd", "bare_read"),
+    )
+    for words, name, base in rows:
+        ratio = f"{values[name] / values[base]:.2f}" if base else ""
+        table.add_row(words, f"{values[name] / 1e6:,.0f}", ratio)
+    return table

@@ -1,0 +1,151 @@
+"""`headrace store` on a directory: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cluster.cli import app
+from headrace.core.deployment import Deployment
+from headrace.core.ids import Digest
+from headrace.core.role import RoleSettings
+from headrace.kvstore import Kind, StoreClient, StoreSettings, run_store
+
+DIGESTS = [Digest(hashlib.sha256(b"%d" % n).digest()) for n in range(4)]
+SLOT = 4096
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch) -> Path:
+    """A store's directory with one chain of four blocks; HEADRACE_HOME is empty."""
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("COLUMNS", "160")
+    asyncio.run(_fill(tmp_path))
+    return tmp_path / "store"
+
+
+async def _fill(home: Path) -> None:
+    address = f"unix://{home}/s"
+    role = RoleSettings("store-0", address, "token", "", address, str(home), "test", Deployment())
+    settings = StoreSettings(
+        directory=str(home / "store"),
+        arena_bytes=1 << 20,
+        ssd_bytes=1 << 20,
+        segment_bytes=256 << 10,
+        block_bytes=3000,
+        window_bytes=3000,
+        group_s=0.01,
+    )
+    serving, halt = asyncio.Event(), asyncio.Event()
+    task = asyncio.create_task(
+        run_store(role, settings, ready=lambda member: serving.set(), stop=halt)
+    )
+    await serving.wait()
+    client = StoreClient(address, "token", bytes(range(32)))
+    assert await client.connect(10.0)
+    items = [(digest, bytes([n]) * 3000) for n, digest in enumerate(DIGESTS)]
+    await client.put(Kind.KV, items, domain="gold")
+    await client.close()
+    halt.set()
+    await task
+
+
+def run(*words: object, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["store", *map(str, words)])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def values(*words: object, status: int = 0) -> dict:
+    result = CliRunner().invoke(app, ["store", *map(str, words), "--json"])
+    assert result.exit_code == status, result.output
+    return json.loads(result.stdout)
+
+
+def test_stat_and_ls_say_what_is_there(directory):
+    found = values("stat", directory)
+    assert found["segments"] == {"files": 4, "free": 3, "damaged": 0, "file_bytes": 1 << 20}
+    (row,) = found["sums"]
+    assert (row["kind"], row["objects"], row["payload_bytes"]) == ("kv", 4, 12_000)
+    assert found["chains"] == 1 and found["economics"] is None
+    listed = values("ls", directory)
+    (chain,) = listed["chains"]
+    assert chain["tip"] == DIGESTS[3].hex() and chain["tokens"] == 512 and chain["whole"]
+    assert "12.0 kB" in run("stat", directory)
+    assert DIGESTS[3].hex()[:16] in run("ls", directory)
+
+
+def test_damage_ends_with_1_until_it_is_scrubbed(directory):
+    assert values("verify", directory)["objects"] == 4
+    path = directory / "segment-000000.seg"
+    data = bytearray(path.read_bytes())
+    data[4096 + SLOT + 9] ^= 1
+    path.write_bytes(data)
+    found = values("verify", directory, status=1)
+    assert found["flaws"] == {"payload": 1}
+    assert found["places"] == [{"segment": 0, "slot": 1, "flaw": "payload", "bytes": 3000}]
+    assert "1 do not match their checksum: removed" in run("scrub", directory, status=1)
+    assert values("verify", directory)["objects"] == 3
+    # what hung on it is garbage now
+    assert values("gc", directory, "--dry-run")["flaws"] == {"orphan": 2}
+    assert values("gc", directory)["flaws"] == {"orphan": 2}
+    assert values("gc", directory)["flaws"] == {}
+    assert values("verify", directory)["objects"] == 1
+
+
+def test_a_chain_goes_out_and_comes_back(directory, tmp_path):
+    file = tmp_path / "chain.hrpx"
+    sent = values("export", file, directory, "--tip", DIGESTS[3].hex()[:12])
+    assert (sent["objects"], sent["payload_bytes"]) == (4, 12_000)
+    assert values("gc", directory, "--domain", "gold")["flaws"] == {"unwanted": 4}
+    assert values("ls", directory)["chains"] == []
+    got = values("import", file, directory)
+    assert (got["written"], got["known"], got["no_room"]) == (4, 0, 0)
+    assert values("verify", directory)["objects"] == 4
+    assert values("ls", directory)["chains"][0]["tip"] == DIGESTS[3].hex()
+
+
+def test_a_lost_header_comes_back(directory):
+    path = directory / "segment-000000.seg"
+    path.write_bytes(b"x" * 4096 + path.read_bytes()[4096:])
+    assert "segment 0: damaged header" in run("verify", directory, status=1)
+    assert values("rebuild-index", directory) == {"segments": {"0": 4}, "objects": 4}
+    assert values("verify", directory)["objects"] == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["stat", "/nowhere"], "there is no store in /nowhere"),
+        (["stat"], "there is no cluster under"),
+        (["ls", "--name", "x"], "there is no cluster x under"),
+        (["stat", "DIR", "--name", "x"], "name a directory or a cluster (--name), not both"),
+        (["warm", "ab"], "there is no cluster under"),
+        (["warm"], "name chains to warm"),
+        (["gc", "DIR", "--older-than", "3w"], "--older-than must be a number with s, m, h or d"),
+        (["gc", "DIR", "--namespace", "xy"], "--namespace must have 64 hex digits, got 'xy'"),
+        (["export", "F", "DIR"], "name chains by --tip"),
+        (["export", "F", "DIR", "--tip", "0000"], "--tip 0000: none of the whole chains"),
+        (["import", "/nowhere/f", "DIR"], "/nowhere/f cannot be read (No such file"),
+        (["bench", "/nowhere"], "/nowhere is no folder"),
+    ],
+)
+def test_refusals_are_one_sentence(directory, tmp_path, words, sentence):
+    here = {"DIR": str(directory), "F": str(tmp_path / "f")}
+    output = run(*(here.get(word, word) for word in words), status=2)
+    assert sentence in output.replace("\n", " ")
+    assert "Traceback" not in output
+
+
+def test_the_bench_leaves_nothing_behind(tmp_path):
+    found = values("bench", tmp_path, "--blocks", 32, "--block-bytes", 3000)
+    assert found["blocks"] == 32
+    rates = ("bare_write", "bare_read", "put_host", "put_ssd", "get_host", "get_ssd")
+    assert all(found[name] > 0 for name in rates)
+    assert list(tmp_path.iterdir()) == []
