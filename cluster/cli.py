@@ -209,7 +209,14 @@ app.add_typer(model_cli.app)
 app.command()(model_cli.layout)
 
 
-@app.command(context_settings=_PASSED_ON)
+# The commands of `headrace store` parse their own arguments: importing them costs a start-up.
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
 def store(context: typer.Context) -> None:
     """Look into a KV store, repair it, carry prefixes: headrace store --help."""
     from headrace.cluster.store_cli import app as store_app

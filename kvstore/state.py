@@ -7,7 +7,7 @@ and tells the outcome afterwards.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from headrace.core.clock import Clock
@@ -22,9 +22,10 @@ from headrace.kvstore.kin import Kin
 from headrace.kvstore.layout import ObjectFacts, SlotHeader
 from headrace.kvstore.leases import LeaseBook
 from headrace.kvstore.objects import PENDING, DiskPlace, Entry, Reservation, Saving, object_key
-from headrace.kvstore.policy import StorePolicy, window_pays
+from headrace.kvstore.policy import StorePolicy
 from headrace.kvstore.reservations import ReservationBook
 from headrace.kvstore.residents import Residents, StoreDamaged
+from headrace.kvstore.saving import SaveQueue, first_saving
 from headrace.kvstore.settings import Kind
 
 
@@ -57,7 +58,7 @@ class StoreState:
         self.on_unsaved: Callable[[], None] = lambda: None
         self.on_dirty: Callable[[], None] = lambda: None
         self.reserving = ReservationBook(self.residents, clock, reserve_s)
-        self._unsaved: deque[Entry] = deque()
+        self._unsaved = SaveQueue()
         self.pending: set[Entry] = set()  # wait for their sync: a kill loses these
         self.by_kind = dict.fromkeys(Kind, 0)
 
@@ -207,40 +208,22 @@ class StoreState:
     def take_unsaved(self, limit_bytes: int) -> list[Entry]:
         """The oldest objects that wait to be written, at least one and about `limit_bytes`; pinned
         until `saved` or `not_saved`."""
-        taken: list[Entry] = []
-        total = 0
-        while self._unsaved and (not taken or total < limit_bytes):
-            entry = self._unsaved.popleft()
-            if entry.dropped or entry.saving is not Saving.WAITING:
-                continue
-            entry.saving = Saving.WRITING
+        taken = self._unsaved.take(limit_bytes)
+        for entry in taken:
             self.pin(entry)
-            taken.append(entry)
-            total += entry.facts.payload_bytes
         return taken
 
     def _to_save(self, entry: Entry, *, first: bool = False) -> None:
-        entry.saving = Saving.WAITING
+        self._unsaved.add(entry, first=first)
         self.pending.add(entry)
-        if first:
-            self._unsaved.appendleft(entry)
-        else:
-            self._unsaved.append(entry)
         self.residents.settle(entry)
         self.on_unsaved()
 
     def _first_saving(self, facts: ObjectFacts) -> Saving:
-        """How the saving of a new object begins."""
-        if facts.kind is Kind.STATE:
-            return Saving.GIVEN_UP
+        head = self.objects.get(object_key(Kind.KV, facts.namespace, facts.parent))
         block = self.residents.regions.get(Kind.KV)
-        cost_share = self._policy.window_cost_share
-        if facts.kind is Kind.SWA and block is not None:
-            head = self.objects.get(object_key(Kind.KV, facts.namespace, facts.parent))
-            block_bytes = head.facts.payload_bytes if head else block.payload_bytes
-            if not window_pays(facts.payload_bytes, facts.block, block_bytes, cost_share):
-                return Saving.HELD_BACK
-        return Saving.WAITING
+        size = block.payload_bytes if block is not None else 0
+        return first_saving(facts, head, size, self._policy.window_cost_share)
 
     def saved(self, entry: Entry, disk: DiskPlace) -> None:
         """The object's slot is written and synced."""

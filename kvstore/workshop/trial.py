@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,58 +96,24 @@ async def _measure(
 ) -> Trial:
     address = f"unix://{sockets}/store.sock"
     role = RoleSettings("trial", address, "trial", "", address, home, "trial", Deployment())
-    slot = slot_bytes(block_bytes)
-    segment_bytes = max(8 << 20, 4 * slot + 4096)
-    settings = StoreSettings(
-        directory=f"{home}/store",
-        arena_bytes=int(blocks * slot * 1.5) + (1 << 20),
-        ssd_bytes=(blocks * slot // segment_bytes + 4) * segment_bytes,
-        segment_bytes=segment_bytes,
-        block_bytes=block_bytes,
-        window_bytes=_WINDOW_BYTES,
-        window_share=0.05,
-    )
+    settings = _settings(home, blocks, block_bytes)
     digests = [Digest(hashlib.sha256(b"%d" % n).digest()) for n in range(blocks)]
-    payloads = [os.urandom(block_bytes) for _ in range(min(blocks, 64))]
-    total = blocks * block_bytes
     seconds: dict[str, float] = {}
 
     async def write(client: StoreClient) -> None:
         began_s = time.perf_counter()
-        for begin in range(0, blocks, _BATCH):
-            batch = range(begin, min(blocks, begin + _BATCH))
-            items = [(digests[n], payloads[n % len(payloads)]) for n in batch]
-            places = await client.put(
-                Kind.KV,
-                items,
-                lease=_LEASE,
-                wait_s=10.0,
-                parent=digests[begin - 1] if begin else None,
-                first_block=begin,
-            )
-            if None in places:
-                raise ConfigError("the store took not everything; is the machine short of memory?")
+        await _put_all(client, digests, block_bytes)
         seconds["put_host"] = time.perf_counter() - began_s
         progress(2, _STAGES)
         while (stat := await client.stat()) is None or stat.pending:
             await asyncio.sleep(0.002)
         seconds["put_ssd"] = time.perf_counter() - began_s
         progress(3, _STAGES)
-        seconds["get_host"] = await read(client)
+        seconds["get_host"] = await _get_all(client, digests, block_bytes)
         await client.release(_LEASE)
 
-    async def read(client: StoreClient) -> float:
-        dest = bytearray(block_bytes)
-        began_s = time.perf_counter()
-        for end in range(_BATCH, blocks + _BATCH, _BATCH):
-            places = await client.open_prefix(digests[:end], _LEASE)
-            for digest, place in list(zip(digests, places, strict=False))[end - _BATCH : end]:
-                if not client.read_into(place, digest, dest):
-                    raise ConfigError("a block that was stored could not be read back")
-        return time.perf_counter() - began_s
-
     async def read_cold(client: StoreClient) -> None:
-        seconds["get_ssd"] = await read(client)
+        seconds["get_ssd"] = await _get_all(client, digests, block_bytes)
 
     await _serving(role, settings, write)
     for path in Path(settings.directory).glob("*.seg"):
@@ -157,8 +123,50 @@ async def _measure(
     progress(4, _STAGES)
     await _serving(role, settings, read_cold)
     progress(5, _STAGES)
-    rates = {name: total / spent for name, spent in seconds.items()}
+    rates = {name: blocks * block_bytes / spent for name, spent in seconds.items()}
     return Trial(blocks, block_bytes, bare[0], bare[1], **rates)
+
+
+def _settings(home: str, blocks: int, block_bytes: int) -> StoreSettings:
+    slot = slot_bytes(block_bytes)
+    segment_bytes = max(8 << 20, 4 * slot + 4096)
+    return StoreSettings(
+        directory=f"{home}/store",
+        arena_bytes=int(blocks * slot * 1.5) + (1 << 20),
+        ssd_bytes=(blocks * slot // segment_bytes + 4) * segment_bytes,
+        segment_bytes=segment_bytes,
+        block_bytes=block_bytes,
+        window_bytes=_WINDOW_BYTES,
+        window_share=0.05,
+    )
+
+
+async def _put_all(client: StoreClient, digests: Sequence[Digest], block_bytes: int) -> None:
+    payloads = [os.urandom(block_bytes) for _ in range(min(len(digests), 64))]
+    for begin in range(0, len(digests), _BATCH):
+        batch = range(begin, min(len(digests), begin + _BATCH))
+        places = await client.put(
+            Kind.KV,
+            [(digests[n], payloads[n % len(payloads)]) for n in batch],
+            lease=_LEASE,
+            wait_s=10.0,
+            parent=digests[begin - 1] if begin else None,
+            first_block=begin,
+        )
+        if None in places:
+            raise ConfigError("the store took not everything; is the machine short of memory?")
+
+
+async def _get_all(client: StoreClient, digests: Sequence[Digest], block_bytes: int) -> float:
+    dest = bytearray(block_bytes)
+    began_s = time.perf_counter()
+    for begin in range(0, len(digests), _BATCH):
+        end = min(len(digests), begin + _BATCH)
+        places = await client.open_prefix(digests[:end], _LEASE)
+        for digest, place in zip(digests[begin:end], places[begin:end], strict=True):
+            if not client.read_into(place, digest, dest):
+                raise ConfigError("a block that was stored could not be read back")
+    return time.perf_counter() - began_s
 
 
 async def _serving(

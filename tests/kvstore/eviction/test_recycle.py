@@ -113,14 +113,7 @@ FORESTS = st.lists(
 )
 
 
-@hypothesis_settings(max_examples=500, deadline=None)
-@given(
-    nodes=FORESTS,
-    room=st.integers(0, 8),
-    more=st.integers(0, 4),
-    left=st.integers(0, 10),
-)
-def test_properties_of_every_plan(nodes, room, more, left):
+def forest(nodes) -> tuple[list[Entry], Kin, set[Entry]]:
     made: list[Entry] = []
     kin = Kin()
     must: set[Entry] = set()
@@ -136,6 +129,18 @@ def test_properties_of_every_plan(nodes, room, more, left):
             must.add(one)
         made.append(one)
         kin.add(one)
+    return made, kin, must
+
+
+@hypothesis_settings(max_examples=500, deadline=None)
+@given(
+    nodes=FORESTS,
+    room=st.integers(0, 8),
+    more=st.integers(0, 4),
+    left=st.integers(0, 10),
+)
+def test_properties_of_every_plan(nodes, room, more, left):
+    made, kin, must = forest(nodes)
     members = [e for e in made if e.disk.segment == 0]
     guarantees = Guarantees({1: left * SLOT})
     result = plan(

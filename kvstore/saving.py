@@ -1,0 +1,53 @@
+"""What waits to be written to disk, and whether a new object does."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from headrace.kvstore.layout import ObjectFacts
+from headrace.kvstore.objects import Entry, Saving
+from headrace.kvstore.policy import window_pays
+from headrace.kvstore.settings import Kind
+
+
+def first_saving(
+    facts: ObjectFacts, head: Entry | None, block_bytes: int, cost_share: float
+) -> Saving:
+    """How the saving of a new object begins. `head` is the block that a window record hangs on, if
+    it is known; `block_bytes` the largest payload of a block."""
+    if facts.kind is Kind.STATE:
+        return Saving.GIVEN_UP
+    if facts.kind is Kind.SWA:
+        size = head.facts.payload_bytes if head else block_bytes
+        if not window_pays(facts.payload_bytes, facts.block, size, cost_share):
+            return Saving.HELD_BACK
+    return Saving.WAITING
+
+
+class SaveQueue:
+    """Objects whose saving is `WAITING`, in the order in which they are to be written. What was
+    dropped or given up meanwhile is passed over."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Entry] = deque()
+
+    def add(self, entry: Entry, *, first: bool) -> None:
+        """Mutates `entry.saving`."""
+        entry.saving = Saving.WAITING
+        if first:
+            self._queue.appendleft(entry)
+        else:
+            self._queue.append(entry)
+
+    def take(self, limit_bytes: int) -> list[Entry]:
+        """The first of them, at least one and about `limit_bytes`; they are `WRITING` now."""
+        taken: list[Entry] = []
+        total = 0
+        while self._queue and (not taken or total < limit_bytes):
+            entry = self._queue.popleft()
+            if entry.dropped or entry.saving is not Saving.WAITING:
+                continue
+            entry.saving = Saving.WRITING
+            taken.append(entry)
+            total += entry.facts.payload_bytes
+        return taken
