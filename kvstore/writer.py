@@ -112,6 +112,8 @@ class Writer:
             except TimeoutError:
                 break
             self._wake.clear()
+        else:
+            self._wake.set()  # a full group leaves objects waiting that nobody tells of again
         return taken
 
     async def _write(self, batch: Sequence[Entry]) -> None:

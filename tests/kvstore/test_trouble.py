@@ -314,3 +314,18 @@ async def test_of_a_chain_longer_than_the_disk_the_head_stays(rig, things, when_
     assert (stat.ssd_objects, stat.recycled, stat.unsaved) == (30, 0, 10)
     await rig.restart()
     assert len(await client.open_prefix([things.digest(n) for n in range(40)], None)) == 30
+
+
+async def test_more_than_a_group_at_once_is_written_without_another_word(rig, things, when_idle):
+    size = 1 << 20
+    await rig.start(
+        group_bytes=size,  # and what the writer takes up at once is 8 MiB
+        block_bytes=size,
+        arena_bytes=48 * size,
+        ssd_bytes=64 * size,
+        segment_bytes=16 * size,
+    )
+    client = await rig.client()
+    await client.put(Kind.KV, [(things.digest(n), things.payload(n, size)) for n in range(28)])
+    stat = await when_idle(client)
+    assert (stat.ssd_objects, stat.writes, stat.pending) == (28, 28, 0)
