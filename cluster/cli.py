@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from headrace.cluster import model_cli
 from headrace.core.errors import ConfigError, HeadraceError
@@ -46,6 +48,22 @@ ConfigPath = Annotated[
 ClusterName = Annotated[
     str, typer.Option("--name", help="Name of the cluster. Default: the only one that runs.")
 ]
+
+
+class Doing:
+    """What a start is at, with the seconds since it began; a terminal draws it again and again."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.text = "starting"
+        self._now_s = now_s
+        self._began_s = now_s()
+
+    @property
+    def seconds(self) -> float:
+        return self._now_s() - self._began_s
+
+    def __rich__(self) -> Text:
+        return Text(f"{self.seconds:3.0f} s  {self.text}")
 
 
 @app.command()
@@ -89,14 +107,16 @@ def up(
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _raise_interrupt)
     try:
-        with err.status("starting") as status:
+        doing = Doing()
+        with err.status(doing):
 
             def show(text: str) -> None:
-                status.update(escape(text))
+                doing.text = text
                 if not err.is_terminal:
-                    err.print(escape(text))
+                    err.print(doing)
 
             _or_exit(lambda: launch.start(show))
+        err.print(f"ready after {doing.seconds:.0f} s")
         _print_welcome(launch)
         if foreground:
             _or_exit(launch.wait)

@@ -42,6 +42,7 @@ from headrace.core.errors import ConfigError, HeadraceError
 
 Say = Callable[[str], None]
 LOOK_EVERY_S = 0.1
+SILENT_S = 10.0  # after so long what is being done is said again
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOCK_TRIES = 100
 MEMBERS_S = 3.0  # for SIGTERM to work on what the leader left, before SIGKILL
@@ -177,7 +178,7 @@ class Launch:
 
     def _follow(self, say: Say) -> None:
         assert self._leader is not None
-        shown = ""
+        shown, said_s = "", time.monotonic()
         while True:
             ended = self._leader.poll() is not None  # before reading: its last word counts
             state = self._own_state()
@@ -185,7 +186,10 @@ class Launch:
                 return
             failed = state is not None and state.phase is Phase.FAILED  # told as the error, once
             if state is not None and state.progress != shown and not failed:
-                shown = state.progress
+                shown, said_s = state.progress, time.monotonic()
+                say(shown)
+            elif shown and time.monotonic() - said_s > SILENT_S:
+                said_s = time.monotonic()
                 say(shown)
             if ended:
                 if state is not None:

@@ -76,9 +76,10 @@ class Row:
 class Cluster:
     """A cluster of one configuration, for the length of a `with`."""
 
-    def __init__(self, source: Path, home: Path) -> None:
+    def __init__(self, source: Path, home: Path, model: str) -> None:
         values = yaml.safe_load(source.read_text())
         values["cluster"] = "bench"
+        values.setdefault("deployment", {})["model"] = model
         values.setdefault("router", {})["port"] = 0
         self._file = home / "bench.yaml"
         self._file.write_text(yaml.safe_dump(values))
@@ -199,7 +200,7 @@ def measure(source: Path, options: argparse.Namespace) -> tuple[list[Row], float
     rows = []
     with (
         tempfile.TemporaryDirectory(prefix="hr-bench-") as home,
-        Cluster(source, Path(home)) as cluster,
+        Cluster(source, Path(home), options.model) as cluster,
     ):
         chance = random.Random(options.seed)
 
@@ -219,6 +220,7 @@ def measure(source: Path, options: argparse.Namespace) -> tuple[list[Row], float
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", action="append", help="a file; default: both shipped ones")
+    parser.add_argument("--model", default="t2")
     parser.add_argument("--requests", type=int, default=12, help="prompts a round")
     parser.add_argument("--prompt-tokens", type=int, default=1500)
     parser.add_argument("--max-tokens", type=int, default=32)

@@ -44,11 +44,11 @@ class Asked(Protocol):
 class EngineRun:
     """The `all` engine: caches, blocks, quantised KV; nothing stored."""
 
-    def __init__(self, model: str, numerics: str) -> None:
+    def __init__(self, model: str, numerics: str, keep_tokens: int) -> None:
         from pools import Pools
 
         self._pools = Pools(model, numerics)
-        self._keep_tokens = self._pools.geometry.keep_for(0)
+        self._keep_tokens = self._pools.geometry.keep_for(keep_tokens)
 
     def right(self, cases: Sequence[Case]) -> list[bool]:
         prompts = [self._pools.prompts(case)[-1] for case in cases]
@@ -117,6 +117,7 @@ def main() -> None:
     way.add_argument("--engine", action="store_true", help="the `all` engine in this process")
     way.add_argument("--url", help="a server, e.g. http://127.0.0.1:8000/v1")
     parser.add_argument("--numerics", default="fast", help="of --engine: fast or invariant")
+    parser.add_argument("--keep", type=int, default=0, help="of --engine; default: window + 12")
     parser.add_argument("--key", default="", help="of --url")
     parser.add_argument("--at-once", type=int, default=2, help="requests of --url under way")
     parser.add_argument("--forward", action="store_true", help="judge by the forward as well")
@@ -129,7 +130,7 @@ def main() -> None:
         cells.setdefault((case.probe, case.cell), []).append(case)
     asked: Asked | None = None
     if a.engine:
-        asked = EngineRun(a.model, a.numerics)
+        asked = EngineRun(a.model, a.numerics, a.keep)
     elif a.url:
         asked = ServerRun(a.url, a.key, a.model, a.at_once)
     forward = None

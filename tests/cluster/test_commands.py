@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from headrace.cluster.chat import USAGE, attached_path, converse
+from headrace.cluster.cli import Doing
 from headrace.cluster.rundir import Phase, RunDir, RunState
 from headrace.cluster.status import collect, table
 from headrace.core.errors import ConfigError
@@ -195,3 +196,10 @@ def test_chat_sends_messages_and_no_mistyped_command(
     assert "there is no command '/help'" in shown
     assert "/image needs the path of a picture" in shown
     assert "cannot read /no/cat.png: No such file or directory" in shown
+
+
+def test_a_start_says_what_it_does_and_for_how_long() -> None:
+    now = [100.0]
+    doing = Doing(lambda: now[0])
+    now[0], doing.text = 107.4, "starting Ray [about 10 seconds]"
+    assert str(doing.__rich__()) == "  7 s  starting Ray [about 10 seconds]"

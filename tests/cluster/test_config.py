@@ -201,7 +201,7 @@ def test_shipped_files(name: str, root: Path, tmp_path: Path) -> None:
     run.create()
     config.check(run)
     assert config.cluster == name
-    assert config.deployment.model == "t2"
+    assert config.deployment.model == "demo"
     router = config.router_settings(run)
     assert (router.host, router.port) == ("127.0.0.1", 8000)
     counts = {role: sum(r is role for r, _ in config.expected_roles()) for role in Role}
