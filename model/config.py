@@ -168,16 +168,17 @@ class ModelConfig:
         A value that ends in `.json` or contains a path separator is a file; a checkpoint's folder,
         of the package (`demo`) or by its path, gives its config.json.
         """
+        from headrace.model.checkpoint.release import read_config  # they read this class
+        from headrace.model.checkpoint.shards import read_json
+
         text = str(name_or_path)
         if (checkpoint := checkpoint_folder(text)) is not None:
-            from headrace.model.checkpoint.release import read_config  # it reads this class
-
-            return read_config(json.loads((checkpoint / _CONFIG_NAME).read_text("utf-8"))).model
+            return read_config(read_json(checkpoint / _CONFIG_NAME)).model
         if text.endswith(".json") or "/" in text:
             path = Path(text)
             if not path.is_file():
                 raise ConfigError(f"model configuration file {path.name!r} does not exist")
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_dict(read_json(path))
         folder = resources.files("headrace.configs") / "models"
         if text not in (known := package_models()):
             raise ConfigError(f"model {text!r} is not known; known are {', '.join(known)}")
