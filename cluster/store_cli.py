@@ -25,7 +25,7 @@ from headrace.cluster.store_steps import (
     seconds,
     seen_in,
     show,
-    stat_of_files,
+    stat_of,
 )
 from headrace.cluster.store_views import chains_table, findings_view, stat_view, trial_table
 from headrace.cluster.stores import economics, economics_values, find_target
@@ -67,7 +67,7 @@ def stat(directory: Directory = None, name: Name = "", as_json: AsJson = False) 
     """Say how much is stored: by tier, kind, namespace and domain; pins; and whether hits pay."""
     with said():
         target = find_target(directory, name)
-        values = live.stat(target.live) if target.live is not None else stat_of_files(target)
+        values = stat_of(target)
         values["economics"] = economics_values(economics(target.run))
         show(values, stat_view(values), as_json)
 

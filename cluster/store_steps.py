@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from headrace.cluster.stores import Target
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.kvstore.layout import domain_tag
 from headrace.kvstore.pins import read_pins
 from headrace.kvstore.questions import Topic
 from headrace.kvstore.workshop import live
@@ -63,6 +64,14 @@ def seen_in(files: StoreDirectory) -> list[Seen]:
     ]
 
 
+def stat_of(target: Target) -> dict[str, Any]:
+    """What `stat` says of a running store or of a directory, as plain values."""
+    if target.live is None:
+        return stat_of_files(target)
+    values = live.stat(target.live)
+    return values | {"sums": named(values["sums"], target.domains)}
+
+
 def stat_of_files(target: Target) -> dict[str, Any]:
     """What `stat` says of a directory, as plain values."""
     with StoreDirectory(target.directory) as files:
@@ -87,10 +96,16 @@ def chains_of(target: Target, limit: int) -> tuple[list[dict[str, Any]], int]:
     """The newest chains and how many there are, of a running store or a directory."""
     if target.live is not None:
         values = live.ask(target.live, Topic.CHAINS, limit=limit)
-        return values["chains"], values["total"]
+        return named(values["chains"], target.domains), values["total"]
     with StoreDirectory(target.directory) as files:
         rows = chains(seen_in(files), target.domains)
     return plain(rows), len(rows)
+
+
+def named(rows: list[dict[str, Any]], names: Iterable[str]) -> list[dict[str, Any]]:
+    """Rows of a running store, with names where it could only give the first digits of tags."""
+    known = {domain_tag(name).hex()[:12]: name for name in names}
+    return [row | {"domain": known.get(row["domain"], row["domain"])} for row in rows]
 
 
 def pick_chains(

@@ -84,7 +84,7 @@ def stat_view(values: Mapping[str, Any]) -> RenderableType:
             )
         )
     parts.append(sums_table(values["sums"]))
-    parts.append(Text(f"{values['chains']} chains; `headrace store ls` lists them"))
+    parts.append(Text(f"chains: {values['chains']} (`headrace store ls`)"))
     parts += [Text(line) for line in _pins(values["pins"])]
     if values.get("economics"):
         parts.append(Text(_economics(values["economics"])))
