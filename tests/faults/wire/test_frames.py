@@ -126,6 +126,7 @@ async def test_every_kind_of_frame_lost_once(
     await each_meets(service, proxy, kinds, prompts, cases, proxy.DROP)
 
 
+@pytest.mark.parametrize("mode", ["exact"], indirect=True, scope="module")  # one shows it
 async def test_a_rule_that_meets_no_frame_is_a_fault_that_missed(
     service: Any, proxy: Any, prompt: Any, kinds: Any, mode: str
 ) -> None:
