@@ -19,6 +19,7 @@ from headrace.cluster.store_steps import (
     err,
     findings_values,
     hex_bytes,
+    live_findings,
     open_files,
     pick_chains,
     said,
@@ -301,9 +302,12 @@ def _walk(
 ) -> None:
     with said():
         target = find_target(directory, name)
-        with bar(what) as step, open_files(target, what) as files:
-            found = verb(files, step)
-        values = findings_values(found)
+        with bar(what) as step:
+            if target.live is not None:
+                values = live_findings(live.scrub(target.live, drop=bool(done), progress=step))
+            else:
+                with open_files(target, what) as files:
+                    values = findings_values(verb(files, step))
         show(values, findings_view(values, done), as_json)
-    if found.damaged:
+    if values["damaged"]:
         raise typer.Exit(1)

@@ -56,6 +56,20 @@ def findings_values(found: Findings) -> dict[str, Any]:
     }
 
 
+def live_findings(found: dict[str, int]) -> dict[str, Any]:
+    """What a running store found, in the words of `findings_values`."""
+    damaged = found["damaged"]
+    return {
+        "slots": found["objects"] + damaged,
+        "objects": found["objects"],
+        "payload_bytes": found["payload_bytes"],
+        "damaged": damaged > 0,
+        "damaged_segments": [],
+        "flaws": {"payload": damaged} if damaged else {},
+        "places": [],
+    }
+
+
 def seen_in(files: StoreDirectory) -> list[Seen]:
     """Every object of a directory."""
     return [

@@ -30,12 +30,14 @@ class Answers:
         domains: tuple[str, ...],
         republish: Callable[[], None],
         metrics: Callable[[], str],
+        scrub: Callable[[int, bool], Awaitable[dict[str, Any]]],
     ) -> None:
         self._state = state
         self._pins = pins
         self._domains = domains
         self._republish = republish
         self._metrics = metrics
+        self._scrub = scrub
 
     async def answer(self, question: Question) -> Answer:
         """Never raises for what a question holds."""
@@ -46,6 +48,7 @@ class Answers:
             Topic.PIN: self._pin,
             Topic.UNPIN: self._unpin,
             Topic.REPUBLISH: self._publish,
+            Topic.SCRUB: self._read_back,
             Topic.METRICS: self._scrape,
         }
         try:
@@ -107,6 +110,10 @@ class Answers:
     async def _publish(self, text: str) -> dict[str, Any]:
         self._republish()
         return {"objects": len(self._state.objects)}
+
+    async def _read_back(self, text: str) -> dict[str, Any]:
+        values = read_values(text, segment=int, drop=bool)
+        return await self._scrub(values["segment"], values["drop"])
 
     async def _scrape(self, text: str) -> dict[str, Any]:
         return {"text": self._metrics()}

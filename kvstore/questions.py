@@ -32,6 +32,7 @@ class Topic(StrEnum):
     PIN = "pin"  # {name, namespace, tip, ttl_s} -> {held_bytes}
     UNPIN = "unpin"  # {name} -> {ended}
     REPUBLISH = "republish"  # {} -> {objects}
+    SCRUB = "scrub"  # {segment, drop} -> {sound, sound_bytes, damaged, segments}
     METRICS = "metrics"  # {} -> {text}: Prometheus exposition
 
 

@@ -117,6 +117,11 @@ def _read(files: SegmentFiles, entry: Entry) -> _Lifted | None:
     return _Lifted(entry, bytes(payload))
 
 
+def is_sound(files: SegmentFiles, entry: Entry) -> bool:
+    """Whether the bytes on disk are the object's. The entry must be pinned."""
+    return _read(files, entry) is not None
+
+
 def _write(files: SegmentFiles, carried: Sequence[_Lifted]) -> list[Moved]:
     moved: list[Moved] = []
     for one in carried:

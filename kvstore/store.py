@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeAlias
 
 from headrace.core import faults
@@ -24,6 +25,7 @@ from headrace.kvstore.peers import Peers
 from headrace.kvstore.peers_serve import PeerServer
 from headrace.kvstore.pins import PinBook
 from headrace.kvstore.publisher import Publisher
+from headrace.kvstore.scrubbing import scrub_segment
 from headrace.kvstore.segments import SegmentFiles
 from headrace.kvstore.settings import Kind, StoreSettings, StoreStat
 from headrace.kvstore.state import StoreState
@@ -67,6 +69,7 @@ class Store:
             tuple(share.domain for share in shares),
             publisher.republish,
             StoreMetrics(self.snapshot, shares).text,
+            partial(scrub_segment, state, files, threads),
         )
 
     # reading ---------------------------------------------------------------------------------

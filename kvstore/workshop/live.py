@@ -49,6 +49,26 @@ def stat(store: LiveStore) -> dict[str, Any]:
     return asyncio.run(_with_client(store, bytes(32), collect))
 
 
+def scrub(store: LiveStore, *, drop: bool, progress: Progress) -> dict[str, int]:
+    """Have every object on disk read back while serving goes on: {objects, payload_bytes, damaged}.
+    With `drop` what is damaged is removed. Raises `StoreSilent`."""
+
+    async def walk(client: StoreClient) -> dict[str, int]:
+        totals = {"objects": 0, "payload_bytes": 0, "damaged": 0}
+        segment, segments = 0, 1
+        while segment < segments:
+            found = await client.ask(Topic.SCRUB, limit_s=600.0, segment=segment, drop=drop)
+            totals["objects"] += found["sound"]
+            totals["payload_bytes"] += found["sound_bytes"]
+            totals["damaged"] += found["damaged"]
+            segments = found["segments"]
+            segment += 1
+            progress(segment, segments)
+        return totals
+
+    return asyncio.run(_with_client(store, bytes(32), walk))
+
+
 def warm(
     store: LiveStore, namespace: bytes, tips: Sequence[bytes], progress: Progress
 ) -> tuple[int, int]:

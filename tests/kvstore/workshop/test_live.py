@@ -149,6 +149,22 @@ def test_the_index_is_written_anew_while_serving(start_process, store, things, v
     client.close()
 
 
+def test_a_running_store_reads_itself_back(start_process, store, things, home, flip, no_progress):
+    start_process()
+    put(store, things, *range(20))
+    flip(Path(home, "store", "segment-000000.seg"), 4096 + 3 * 4096 + 5)  # under its feet
+
+    def scrub(drop: bool) -> tuple[int, ...]:
+        return tuple(live.scrub(store, drop=drop, progress=no_progress).values())
+
+    assert scrub(False) == (19, 57_000, 1)
+    assert live.stat(store)["store"]["damaged"] == 0  # it was only said
+    assert scrub(True) == (19, 57_000, 1)
+    values = live.stat(store)["store"]
+    assert (values["damaged"], values["blocks"]) == (1, 19)
+    assert scrub(True) == (19, 57_000, 0)
+
+
 def test_nobody_there_is_said(store):
     with pytest.raises(StoreSilent, match="no store answers at unix://"):
         live.stat(store)
