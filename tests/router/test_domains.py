@@ -72,7 +72,10 @@ async def test_stored_blocks_make_the_route_local(rigs: Any, tmp_path: Path) -> 
             blocks = [(digest, bytes(1024)) for digest in request.digests]
             assert None not in await client.put(Kind.KV, blocks)
             window = window_digest(request.digests[6])
-            assert None not in await client.put(Kind.SWA, [(window, bytes(256))])
+            put = await client.put(
+                Kind.SWA, [(window, bytes(256))], parent=request.digests[6], first_block=7
+            )
+            assert None not in put
             reader = IndexReader(rig.redis_url)
             for _ in range(200):
                 hits = await reader.hit_blocks(namespace, request.digests)
