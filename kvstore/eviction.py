@@ -8,7 +8,7 @@ goes, wherever it lies, because nobody can reach it any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headrace.kvstore.objects import Entry
@@ -66,23 +66,35 @@ def plan_recycle(
     since they were written; up to `room` slots are kept for these. What may not go takes
     `must_room` at most. None if anything of the segment is in use, or if more must stay. Pure but
     for `guarantees`, which it consumes."""
-    members = sorted(set(entries), key=lambda e: (e.facts.block, e.facts.digest))
-    if any(in_use(entry) for entry in members):
+    unsorted = set(entries)
+    if any(in_use(entry) for entry in unsorted):
         return None
-    needed = _needed_by(members, children, lambda e: in_use(e) or must_stay(e))
-    wanted = _needed_by(members, children, returns)
+    members = sorted(unsorted, key=lambda e: (e.facts.block, e.facts.digest))
+    tails_first = members[::-1]
+    marks = _marks(
+        tails_first,
+        children,
+        lambda e: _NEEDED * (in_use(e) or must_stay(e)) | _WANTED * returns(e),
+    )
     kept = set(members)
+    refused = False
 
-    def let_go(candidates: set[Entry], least: int) -> None:
-        for entry in reversed(members):  # tails first
+    def let_go(mark: int, least: int) -> None:
+        nonlocal refused
+        for entry in tails_first:
             if len(kept) <= least:
                 return
-            if entry in candidates and guarantees.may_go(group_of(entry), slot_bytes):
-                kept.discard(entry)
+            if marks[entry] == mark and entry in kept:
+                if guarantees.may_go(group_of(entry), slot_bytes):
+                    kept.discard(entry)
+                else:
+                    refused = True
 
-    let_go(kept - needed - wanted, 0)
-    let_go((kept & wanted) - needed, room)
-    kept = _needed_by(members, children, lambda e: e in kept)  # a guarantee may have split a chain
+    let_go(0, 0)
+    let_go(_WANTED, room)
+    if refused:  # a guarantee may have split a chain
+        held = _marks(tails_first, children, lambda e: int(e in kept))
+        kept = {entry for entry in members if held[entry]}
     if len(kept) > must_room:
         return None
     gone = [entry for entry in members if entry not in kept]
@@ -104,32 +116,30 @@ def with_descendants(entries: Iterable[Entry], children: Children) -> list[Entry
     return sorted(found, key=lambda e: (e.facts.block, e.facts.kind))
 
 
-def _needed_by(
-    members: Sequence[Entry], children: Children, wanted: Callable[[Entry], bool]
-) -> set[Entry]:
-    """Those of `members` that are wanted, or that something wanted hangs on, near or far."""
-    memory: dict[Entry, bool] = {}
-    return {entry for entry in members if _is_needed(entry, children, wanted, memory)}
+_NEEDED, _WANTED = 1, 2
 
 
-def _is_needed(
-    entry: Entry, children: Children, wanted: Callable[[Entry], bool], memory: dict[Entry, bool]
-) -> bool:
+def _marks(
+    entries: Iterable[Entry], children: Children, own: Callable[[Entry], int]
+) -> dict[Entry, int]:
+    """Marks of these objects, joined with those of all that hangs on them. Cheapest tails first."""
     # Depth first without recursion: a chain may have thousands of blocks.
-    if entry in memory:
-        return memory[entry]
-    memory[entry] = wanted(entry)
-    path = [(entry, iter(children(entry)))]
-    while path:
-        top, rest = path[-1]
-        child = None if memory[top] else next(iter(rest), None)
-        if child is None:
-            path.pop()
-            if path and memory[top]:
-                memory[path[-1][0]] = True
-        elif child not in memory:
-            memory[child] = wanted(child)
-            path.append((child, iter(children(child))))
-        elif memory[child]:
-            memory[top] = True
-    return memory[entry]
+    found: dict[Entry, int] = {}
+    for entry in entries:
+        if entry in found:
+            continue
+        found[entry] = own(entry)
+        path = [(entry, iter(children(entry)))]
+        while path:
+            top, rest = path[-1]
+            child = next(rest, None)
+            if child is None:
+                path.pop()
+                if path:
+                    found[path[-1][0]] |= found[top]
+            elif child in found:
+                found[top] |= found[child]
+            else:
+                found[child] = own(child)
+                path.append((child, iter(children(child))))
+    return found

@@ -121,12 +121,15 @@ class Writer:
         # A disk that fails is left alone for a while: each try may cost a segment's contents.
         claimed = await self._publisher.claim(batch) if self._disk.admits() else frozenset()
         writes: list[_Write] = []
+        full: set[Kind] = set()  # no segment may be reused for them now: asked once a batch
         for entry in batch:
             place = self._files.next_place(entry.kind) if entry in claimed else None
-            if place is None and entry in claimed:
+            if place is None and entry in claimed and entry.kind not in full:
                 await self._write_out(writes)
                 writes = []
                 place = await self._recycle(entry.kind)
+                if place is None:
+                    full.add(entry.kind)
             if place is None:
                 self._state.count.unsaved += 1
                 self._state.not_saved(entry)
