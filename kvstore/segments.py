@@ -29,13 +29,13 @@ from headrace.kvstore.layout import (
     slot_bytes,
 )
 from headrace.kvstore.objects import DiskPlace
+from headrace.kvstore.scan import scan_headers
 from headrace.kvstore.settings import Kind, StoreSettings
 from headrace.kvstore.slot_io import (
     SlotMove,
     erase_slot,
     read_slots,
     spans,
-    stands_at,
     write_page,
     write_slots,
 )
@@ -211,23 +211,17 @@ class SegmentFiles:
     def scan(self) -> Iterator[tuple[SlotHeader, DiskPlace]]:
         """Every object that the headers on disk name, oldest segment first. Payloads are not read:
         each is verified when it is used. Sets where writing goes on."""
-        for segment in sorted(self.segments, key=lambda s: s.header.sequence):
-            kind = segment.header.kind
-            if kind is None:
-                continue
-            for slot in range(segment.header.slots):
-                end = segment.slot_begin(slot + 1)
-                try:
-                    data = self._pread(segment.descriptor, ALIGN_BYTES, end - ALIGN_BYTES)
-                except OSError as error:  # one bad sector costs one object
-                    log.warning("segment %d: a slot: %s", segment.number, error.strerror)
-                    continue
-                header = SlotHeader.unpack(data[-HEADER_BYTES:])
-                place = DiskPlace(segment.number, slot, segment.header.generation)
-                if header is not None and stands_at(header, place) and header.facts.kind is kind:
+        used = [s for s in self.segments if s.header.kind is not None]
+        used.sort(key=lambda s: s.header.sequence)
+        found = scan_headers(self._calls, [(s.descriptor, s.header) for s in used])
+        for segment, headers in zip(used, found, strict=True):
+            for slot, data in headers:
+                header = SlotHeader.unpack(data)
+                if header is not None:
                     segment.used = slot + 1
-                    yield header, place
-            if segment.header.slot_bytes == self._slot_bytes.get(kind):
+                    yield header, DiskPlace(segment.number, slot, segment.header.generation)
+            kind = segment.header.kind
+            if kind is not None and segment.header.slot_bytes == self._slot_bytes.get(kind):
                 self._open[kind] = segment  # the newest one wins
 
     # writing ---------------------------------------------------------------------------------

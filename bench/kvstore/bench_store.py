@@ -127,12 +127,12 @@ class Process:
 
 
 @contextmanager
-def started_store(home: str, redis_url: str, store: StoreSettings) -> Iterator[None]:
+def started_store(home: str, redis_url: str, store: StoreSettings) -> Iterator[Process]:
     told = {"home": home, "redis": redis_url, "settings": asdict(store)}
     process = Process(str(HERE / "bench_store.py"), "--serve", json.dumps(told))
     try:
         process.answer()
-        yield
+        yield process
     finally:
         process.stop()
 

@@ -21,6 +21,7 @@ SETTINGS = {
     "ssd_bytes": 4 * (64 << 10),
     "segment_bytes": 64 << 10,
     "group_s": 0.01,
+    "index_deadline_s": 5.0,  # on a busy machine 50 ms pass, and a record is then written later
 }
 FLIPPED = 5  # the block whose bytes are damaged on the way to disk
 
