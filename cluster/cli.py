@@ -107,16 +107,7 @@ def up(
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _raise_interrupt)
     try:
-        doing = Doing()
-        with err.status(doing):
-
-            def show(text: str) -> None:
-                doing.text = text
-                if not err.is_terminal:
-                    err.print(doing)
-
-            _or_exit(lambda: launch.start(show))
-        err.print(f"ready after {doing.seconds:.0f} s")
+        _start(launch)
         _print_welcome(launch)
         if foreground:
             _or_exit(launch.wait)
@@ -255,6 +246,20 @@ def version() -> None:
 def main() -> None:
     """Entry point of the console script."""
     app()
+
+
+def _start(launch: Launch) -> None:
+    """Start the cluster, telling what is being done and for how long."""
+    doing = Doing()
+    with err.status(doing):
+
+        def show(text: str) -> None:
+            doing.text = text
+            if not err.is_terminal:
+                err.print(doing)
+
+        _or_exit(lambda: launch.start(show))
+    err.print(f"ready after {doing.seconds:.0f} s")
 
 
 def _print_welcome(launch: Launch) -> None:
