@@ -10,6 +10,7 @@ from headrace.core.clock import Clock
 from headrace.core.ids import Digest
 from headrace.kvstore.absent import AbsentKeys
 from headrace.kvstore.records import (
+    FORGET,
     IndexRecord,
     LiveStore,
     digest_tail,
@@ -18,25 +19,11 @@ from headrace.kvstore.records import (
     store_numbers,
     unpack_records,
 )
-from headrace.kvstore.redis_link import Client, RedisAway, RedisLink
+from headrace.kvstore.redis_link import RedisAway, RedisLink
 from headrace.kvstore.settings import Kind, StoreSettings, Tier
 
 log = logging.getLogger(__name__)
 _KEYS_A_CALL = 1000
-
-# KEYS[1]: an object; ARGV[1]: a record of 40 bytes, taken out where it stands unchanged.
-_FORGET = """
-local value = redis.pcall('GET', KEYS[1])
-if type(value) ~= 'string' or #value % 40 ~= 0 then return 0 end
-local kept = ''
-for at = 1, #value, 40 do
-  local record = string.sub(value, at, at + 39)
-  if record ~= ARGV[1] then kept = kept .. record end
-end
-if #kept == #value then return 0 end
-if kept == '' then redis.call('DEL', KEYS[1]) else redis.call('SET', KEYS[1], kept) end
-return 1
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +73,17 @@ class Elsewhere:
             return []
         keys = [key for _, key in wanted]
 
-        async def look_up(client: Client) -> tuple[list[bytes | None], dict[int, LiveStore]]:
-            values: list[bytes | None] = []
-            for begin in range(0, len(keys), _KEYS_A_CALL):
-                values += await client.mget(keys[begin : begin + _KEYS_A_CALL])
-            return values, await live_stores(client, values)
-
+        values: list[bytes | None] = []
         try:
-            values, live = await self._link.call(look_up)
+            for begin in range(0, len(keys), _KEYS_A_CALL):
+                values += await self._link.get_many(keys[begin : begin + _KEYS_A_CALL])
+                if run and None in values:
+                    break
+            live = await self._live_stores(values)
         except RedisAway:
             return []
         out: list[Where] = []
-        for (digest, key), value in zip(wanted, values, strict=True):
+        for (digest, key), value in zip(wanted, values, strict=False):
             choice = self._choose(
                 kind, namespace, digest, value, live, out[-1].address if out else ""
             )
@@ -141,19 +127,17 @@ class Elsewhere:
         """Compare-and-delete of one record."""
         key = record_key(where.kind, where.namespace, where.digest)
         try:
-            self.forgotten += int(await self._link.script(_FORGET, [key], where.record.pack()) or 0)
+            took = await self._link.script_each(FORGET, [key], [], [where.record.pack()])
+            self.forgotten += sum(took)
         except RedisAway:
             log.info("a stale record stays in the index for now")
 
+    async def _live_stores(self, values: Sequence[bytes | None]) -> dict[int, LiveStore]:
+        """The live records of the stores that `values` name."""
+        numbers = store_numbers(values)
+        live = await self._link.get_many([store_key(number) for number in numbers])
+        pairs = zip(numbers, map(LiveStore.unpack, live), strict=True)
+        return {number: store for number, store in pairs if store is not None}
+
     async def close(self) -> None:
         await self._link.close()
-
-
-async def live_stores(client: Client, values: Sequence[bytes | None]) -> dict[int, LiveStore]:
-    """The live records of the stores that `values` name."""
-    numbers = store_numbers(values)
-    if not numbers:
-        return {}
-    live = await client.mget([store_key(number) for number in numbers])
-    found = ((number, LiveStore.unpack(value)) for number, value in zip(numbers, live, strict=True))
-    return {number: store for number, store in found if store is not None}

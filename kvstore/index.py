@@ -19,7 +19,7 @@ from headrace.kvstore.records import (
     store_numbers,
     usable_tiers,
 )
-from headrace.kvstore.redis_link import Client, RedisAway, RedisLink
+from headrace.kvstore.redis_link import RedisAway, RedisLink
 from headrace.kvstore.settings import Kind, Tier
 
 DEADLINE_S = 0.05
@@ -126,12 +126,13 @@ class IndexReader:
             return frozenset()
         keys = [record_key(kind, namespace, digest) for digest in digests]
 
-        async def look_up(client: Client) -> tuple[list[bytes | None], dict[int, int]]:
-            values = await client.mget(keys)
-            return values, await _epochs(client, values)
-
+        until_s = time.monotonic() + min(deadline_s, DEADLINE_S)
         try:
-            values, epochs = await self._link.call(look_up, deadline_s)
+            values = await self._link.get_many(keys, deadline_s)
+            numbers = store_numbers(values)
+            names = [store_key(number) for number in numbers]
+            live = await self._link.get_many(names, until_s - time.monotonic())
+            epochs = _live(zip(numbers, live, strict=True))
         except RedisAway:
             return frozenset()
         pairs = zip(digests, values, strict=True)
@@ -139,15 +140,6 @@ class IndexReader:
 
     async def close(self) -> None:
         await self._link.close()
-
-
-async def _epochs(client: Client, values: Sequence[bytes | None]) -> dict[int, int]:
-    """Boot epochs of the live stores that `values` name."""
-    numbers = store_numbers(values)
-    if not numbers:
-        return {}
-    live = await client.mget([store_key(number) for number in numbers])
-    return _live(zip(numbers, live, strict=True))
 
 
 def _live(pairs: Iterable[tuple[int, bytes | None]]) -> dict[int, int]:

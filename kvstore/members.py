@@ -1,8 +1,8 @@
 """Membership: leased records in Redis, and the beat that renews one.
 
-    headrace:{cluster}:member:{role}:{name}   core.card.Member as msgpack, PX member_s
-    headrace:{cluster}:members                sorted set of these keys, score = Unix seconds
-    headrace:{cluster}:age                    random bytes set once: gone when Redis lost its memory
+    headrace:{cluster}:member:role:name   core.card.Member as msgpack, PX member_s
+    headrace:{cluster}:members            sorted set of these keys, score = Unix seconds
+    headrace:{cluster}:age                random bytes set once: gone when Redis lost its memory
 
 An empty answer and a lost memory look alike in the records; the third key tells them apart.
 """
@@ -24,7 +24,8 @@ from headrace.core.clock import SYSTEM_CLOCK, Clock
 from headrace.core.errors import WireError
 from headrace.core.limits import LeaseTimes
 from headrace.core.role import RoleSettings
-from headrace.kvstore.redis_link import Client, RedisAway, RedisLink, WrongType
+from headrace.kvstore.redis_link import RedisAway, RedisLink, WrongType
+from headrace.kvstore.redis_servers import Client
 
 log = logging.getLogger(__name__)
 _CALL_S = 0.25  # not on the request path: a slow answer is better than a stale one
@@ -59,7 +60,8 @@ class MemberBoard:
         self._times = times or LeaseTimes()
         self._clock = clock
         self._link = RedisLink(redis_url, _CALL_S, clock)
-        self._prefix = f"headrace:{cluster}:"
+        # In braces: one hash slot for all, since scripts and MGET name several of these keys.
+        self._prefix = f"headrace:{{{cluster}}}:"
         self._set_key = f"{self._prefix}members"
         self._age_key = f"{self._prefix}age"
         self._known: dict[str, Member] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import islice
 
 from headrace.core.clock import Clock
@@ -19,15 +19,17 @@ from headrace.core.states import Visibility, VisibilityEvent
 from headrace.kvstore.objects import Entry, split_key
 from headrace.kvstore.records import (
     ARENA_SEGMENT,
+    FORGET,
     IndexRecord,
     LiveStore,
     claim_key,
+    cut_records,
     digest_tail,
     record_key,
     store_key,
     unpack_records,
 )
-from headrace.kvstore.redis_link import Client, RedisAway, RedisLink
+from headrace.kvstore.redis_link import RedisAway, RedisLink
 from headrace.kvstore.settings import Kind, StoreSettings, Tier
 from headrace.kvstore.state import StoreState
 
@@ -100,6 +102,7 @@ class Publisher:
         self._written: set[bytes] = set()  # what Redis may hold of our live record
         self._wake = asyncio.Event()
         self._sweep_due = False
+        self._run_ids: frozenset[str] = frozenset()
         self.peer_address = ""  # where other stores may ask this one; told with the next beat
         self._turn = asyncio.Lock()
         self._relist: list[bytes] = []  # keys of objects that the index is to get anew
@@ -199,7 +202,7 @@ class Publisher:
             self._state.dirty.pop(key, None)  # changes from here on mark it anew
         self._under_way += len(keys)
         try:
-            await self._link.script(_REPLACE, names, number.to_bytes(2, "little"), *records)
+            await self._link.script_each(_REPLACE, names, [number.to_bytes(2, "little")], records)
         except RedisAway:
             self._state.dirty.update(dict.fromkeys(keys))
             return False
@@ -222,7 +225,7 @@ class Publisher:
             batch = asked[begin : begin + _BATCH]
             keys = [claim_key(e.kind, e.facts.namespace, e.facts.digest) for e in batch]
             try:
-                answer = await self._link.script(_CLAIM, keys, self._uid, life_ms)
+                answer = await self._link.script_each(_CLAIM, keys, [self._uid, life_ms])
             except RedisAway:
                 return frozenset((*mine, *asked[begin:]))  # claims only save work, so go on
             mine += [entry for entry, won in zip(batch, answer, strict=True) if won]
@@ -260,10 +263,22 @@ class Publisher:
         else:
             log.warning("no free store number in the index; objects are not listed")
             return
-        if number != self._number or stood not in self._written:
+        another = await self._is_another()  # asked every time: the next beat compares with this one
+        if number != self._number or stood not in self._written or another:
             self._number = number
             self._forgotten()
         self._written = {live}
+
+    async def _is_another(self) -> bool:
+        """Whether another process answers than at the last beat: data that it has loaded may be
+        older than this beat and yet hold our last one."""
+        assert self._link is not None
+        try:
+            now = await self._link.run_ids()
+        except RedisAway:
+            return False  # asked again at the next beat
+        before, self._run_ids = self._run_ids, now
+        return bool(before) and before != now
 
     def _forgotten(self) -> None:
         log.info("the index gets all %d objects", len(self._state.objects))
@@ -282,7 +297,7 @@ class Publisher:
 
     def _records(self, entry: Entry | None, number: int) -> bytes:
         """What the index shall hold of an object: only what is true at this moment."""
-        if entry is None:
+        if entry is None or entry.copy:  # another store's object is listed by that store
             return b""
         out = b""
         if entry.slot is not None:
@@ -313,40 +328,48 @@ class Publisher:
         ).pack()
 
     async def _sweep(self) -> bool:
-        """Remove records of this store's earlier lives that name objects it no longer has."""
+        """Remove records of this store that name what it no longer has: of earlier lives, or come
+        back with older data. Each goes only if it still stands there unchanged."""
         assert self._link is not None and self._number is not None
-        mine = self._number.to_bytes(2, "little")
         removed = 0
+        free = {kind: pool.free_slots() for kind, pool in self._state.residents.pools.items()}
         try:
             for kind in Kind:
-                cursor = 0
-                while True:
-                    cursor, old = await self._link.call(self._find_old(kind, cursor))
+                async for names in self._link.scan(f"{kind.value}:*", _BATCH):
+                    values = await self._link.get_many(names)
+                    old = [
+                        (name, record)
+                        for name, value in zip(names, values, strict=True)
+                        for record in cut_records(value or b"")
+                        if self._is_old(record, free)
+                    ]
                     if old:
-                        await self._link.script(_REPLACE, old, mine, *([b""] * len(old)))
-                        removed += len(old)
-                    if not cursor:
-                        break
+                        took = await self._link.script_each(
+                            FORGET, [name for name, _ in old], [], [record for _, record in old]
+                        )
+                        removed += sum(took)
                     await asyncio.sleep(0)
         except RedisAway:
             return False
         if removed:
-            log.info("removed %d records of earlier lives from the index", removed)
+            log.info("removed %d records of what is no longer here from the index", removed)
         return True
 
-    def _find_old(
-        self, kind: Kind, cursor: int
-    ) -> Callable[[Client], Awaitable[tuple[int, list[bytes]]]]:
-        async def find(client: Client) -> tuple[int, list[bytes]]:
-            following, names = await client.scan(cursor, match=f"{kind.value}:*", count=_BATCH)
-            values = await client.mget(names) if names else []
-            found = zip(names, values, strict=True)
-            return int(following), [name for name, value in found if self._is_old(value)]
-
-        return find
-
-    def _is_old(self, value: bytes | None) -> bool:
-        return any(
-            record.store == self._number and record.epoch != self._epoch
-            for record in unpack_records(value or b"")
-        )
+    def _is_old(self, data: bytes, free: Mapping[Kind, Set[int]]) -> bool:
+        for record in unpack_records(data):
+            if record.store != self._number:
+                continue
+            if record.epoch != self._epoch:
+                return True
+            if record.tier is Tier.HOST:
+                pool = self._state.residents.pools.get(record.kind)
+                return (
+                    pool is None
+                    or record.slot >= pool.total
+                    or record.generation != pool.generation(record.slot)
+                    or record.slot in free[record.kind]
+                )
+            there = self._state.disks.by_segment.get(record.segment)
+            one = next(iter(there)) if there else None
+            return one is None or one.disk is None or one.disk.generation != record.generation
+        return False

@@ -51,6 +51,27 @@ _LIVE = struct.Struct("<IQ8s")  # boot epoch | beat | store uid; then the addres
 _ADDRESS_BYTES = 256
 
 
+# Compare-and-delete. KEYS: objects; ARGV[i]: a record, taken out of KEYS[i] where it stands
+# unchanged. 1 for each that was.
+FORGET = """
+local took = {}
+for i, key in ipairs(KEYS) do
+  local value = redis.pcall('GET', key)
+  if type(value) ~= 'string' or #value % 40 ~= 0 then value = '' end
+  local kept = ''
+  for at = 1, #value, 40 do
+    local record = string.sub(value, at, at + 39)
+    if record ~= ARGV[i] then kept = kept .. record end
+  end
+  took[i] = #kept ~= #value and 1 or 0
+  if took[i] == 1 then
+    if kept == '' then redis.call('DEL', key) else redis.call('SET', key, kept) end
+  end
+end
+return took
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class IndexRecord:
     """One place of one object, as other processes see it."""
@@ -96,6 +117,13 @@ def unpack_records(value: bytes) -> tuple[IndexRecord, ...]:
         record = IndexRecord(fields[0], tier, kind, *fields[3:])
         out.append(replace(record, window_too=True) if fields[2] & WINDOW_TOO else record)
     return tuple(out)
+
+
+def cut_records(value: bytes) -> list[bytes]:
+    """The records joined in `value`, as bytes; none where that is no whole number of them."""
+    if len(value) % RECORD_BYTES:
+        return []
+    return [value[at : at + RECORD_BYTES] for at in range(0, len(value), RECORD_BYTES)]
 
 
 def digest_tail(digest: bytes) -> int:

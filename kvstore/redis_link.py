@@ -1,6 +1,6 @@
 """Calls to Redis that end in time: one deadline, no retries, and a breaker.
 
-The only module that builds a redis client. Everything in Redis is soft state, so a caller has one
+Everything in Redis is soft state, so a caller has one
 question: was this answered? `RedisAway` says no and why; nothing else leaves `RedisLink.call`.
 """
 
@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from headrace.core.clock import Clock
-from headrace.core.errors import ConfigError
 from headrace.kvstore.breaker import Breaker
+from headrace.kvstore.redis_servers import Client, RedisServers
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Client: TypeAlias = Any  # redis-py's commands are typed for both of its clients at once
 
 
 class RedisAway(Exception):
@@ -34,7 +30,11 @@ class WrongType(RedisAway):
 
 
 class RedisLink:
-    """One server at `url`. `healthy` tells how the last call that was made ended."""
+    """The Redis of `url` (`redis_servers`): one server, replicas or a cluster. `healthy` tells how
+    the last call that was made ended.
+
+    In a cluster a command may name keys of one hash slot only: `get_many` and `script_each` group
+    theirs by slot, and go to all shards at once."""
 
     def __init__(self, url: str, deadline_s: float, clock: Clock) -> None:
         self.deadline_s = deadline_s
@@ -43,21 +43,7 @@ class RedisLink:
         self.refused_by_breaker = 0
         self._breaker = Breaker(clock)
         self._said = False
-        try:
-            # protocol 2: with 3 the client asks for maintenance notices at every connect
-            self._client: Client = Redis.from_url(
-                url,
-                protocol=2,
-                # None: the deadline is `call`'s. With a timeout the client wraps each send in
-                # asyncio.wait_for, which on Python 3.11 swallows a cancellation that arrives as
-                # the send completes: a task that was to end then went on for ever.
-                socket_timeout=None,
-                socket_connect_timeout=deadline_s,
-                retry=Retry(NoBackoff(), 0),
-                health_check_interval=0,
-            )
-        except ValueError as error:
-            raise ConfigError(f"redis_url cannot be used: {error}") from None
+        self._servers = RedisServers(url, deadline_s)
 
     async def call(
         self, use: Callable[[Client], Awaitable[T]], deadline_s: float | None = None
@@ -69,13 +55,13 @@ class RedisLink:
         limit_s = self.deadline_s if deadline_s is None else min(deadline_s, self.deadline_s)
         try:
             async with asyncio.timeout(limit_s):
-                result = await use(self._client)
+                result = await use(self._servers.client)
         except ResponseError as error:
             if "WRONGTYPE" in str(error):  # a pipeline puts the command before it
                 self._breaker.success()
                 raise WrongType(str(error)) from None
             raise self._failed(error) from None
-        except (RedisError, OSError, TimeoutError) as error:
+        except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
             raise self._failed(error) from None
         except Exception as error:
             # A client library that stumbles over an answer must not take a store or a router down.
@@ -91,6 +77,8 @@ class RedisLink:
     ) -> list[bytes | None]:
         """Values of `count` keys that are packed one after another as the protocol has them.
         Raises `RedisAway`."""
+        if self._servers.cluster:
+            return await self.get_many(_unpacked(keys), deadline_s)
 
         async def ask(client: Client) -> list[bytes | None]:
             # The library takes longer to pack a thousand keys than Redis to answer them.
@@ -111,13 +99,107 @@ class RedisLink:
 
         return await self.call(ask, deadline_s)
 
+    async def get_many(
+        self, keys: Sequence[bytes], deadline_s: float | None = None
+    ) -> list[bytes | None]:
+        """Values in the order of `keys`; None for a key that is not there or of another type.
+        Raises `RedisAway`."""
+        if not keys:
+            return []
+
+        async def ask(client: Client) -> list[bytes | None]:
+            if not self._servers.cluster:
+                return list(await client.mget(keys))
+            async with client.pipeline(transaction=False) as pipe:
+                for key in keys:
+                    pipe.get(key)
+                answers = await pipe.execute(raise_on_error=False)
+            return [_value(answer) for answer in answers]
+
+        return await self.call(ask, deadline_s)
+
     async def script(self, lua: str, keys: Sequence[bytes], *args: bytes | int) -> Any:
-        """Run a short script over `keys`. Raises `RedisAway`."""
+        """Run a short script over `keys`, of one hash slot. Raises `RedisAway`."""
         return await self.call(lambda client: client.eval(lua, len(keys), *keys, *args))
+
+    async def script_each(
+        self,
+        lua: str,
+        keys: Sequence[bytes],
+        shared: Sequence[bytes | int],
+        each: Sequence[bytes] = (),
+    ) -> list[Any]:
+        """Run a script that does the same with every key: ARGV is `shared`, then, if there is
+        `each`, one argument a key. Its answers in the order of the keys, if it answers with a list.
+        Raises `RedisAway`; what was done until then stays done."""
+
+        async def run(client: Client) -> list[Any]:
+            if not self._servers.cluster:
+                answer = await client.eval(lua, len(keys), *keys, *shared, *each)
+                return answer if isinstance(answer, list) else []
+            groups: dict[int, list[int]] = {}
+            for index, key in enumerate(keys):
+                groups.setdefault(client.keyslot(key), []).append(index)
+            async with client.pipeline(transaction=False) as pipe:
+                for group in groups.values():
+                    own = [each[index] for index in group] if each else []
+                    names = [keys[index] for index in group]
+                    pipe.execute_command("EVAL", lua, len(names), *names, *shared, *own)
+                answers = await pipe.execute()
+            out: list[Any] = [None] * len(keys)
+            for group, answer in zip(groups.values(), answers, strict=True):
+                if isinstance(answer, list):
+                    for index, one in zip(group, answer, strict=True):
+                        out[index] = one
+            return out
+
+        return await self.call(run)
+
+    async def _shards(self) -> list[Any]:
+        """What SCAN and INFO are asked of: the primaries of a cluster, else the one client."""
+        if not self._servers.cluster:
+            return [None]
+
+        async def primaries(client: Client) -> list[Any]:
+            await client.initialize()
+            return list(client.get_primaries())
+
+        return await self.call(primaries)
+
+    async def run_ids(self) -> frozenset[str]:
+        """The names that the servers' processes have given themselves: another one has forgotten
+        what was written since its data was saved. Raises `RedisAway`."""
+        found = set()
+        for shard in await self._shards():
+
+            async def ask(client: Client, shard: Any = shard) -> Any:
+                return await (shard or client).execute_command("INFO", "server")
+
+            told = await self.call(ask)
+            found.add(str(told.get("run_id", "")) if isinstance(told, dict) else "")
+        return frozenset(found)
+
+    async def scan(self, match: str, count: int) -> AsyncIterator[list[bytes]]:
+        """Keys that match, a part at a time, of all shards. Raises `RedisAway`."""
+        shards = await self._shards()
+        for shard in shards:
+            cursor = 0
+            while True:
+                command = ("SCAN", cursor, "MATCH", match, "COUNT", count)
+
+                async def ask(client: Client, shard: Any = shard, command: Any = command) -> Any:
+                    return await (shard or client).execute_command(*command)
+
+                found, names = await self.call(ask)
+                yield list(names)
+                cursor = int(found)
+                if not cursor:
+                    break
 
     def _failed(self, error: Exception) -> RedisAway:
         self.errors += 1
         self.healthy = False
+        self._servers.failed(error)
         self._breaker.failure()
         if not self._said:
             self._said = True
@@ -126,4 +208,25 @@ class RedisLink:
 
     async def close(self) -> None:
         """Drop all connections. Idempotent."""
-        await self._client.aclose()
+        await self._servers.close()
+
+
+def _value(answer: object) -> bytes | None:
+    """A GET's answer; what was of another type counts as nothing, all else is an error."""
+    if isinstance(answer, ResponseError) and "WRONGTYPE" in str(answer):
+        return None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer if isinstance(answer, bytes) else None
+
+
+def _unpacked(keys: bytes) -> list[bytes]:
+    """Keys out of their protocol form `$length CR LF key CR LF`."""
+    out: list[bytes] = []
+    at = 0
+    while at < len(keys):
+        end = keys.index(b"\r\n", at)
+        size = int(keys[at + 1 : end])
+        out.append(keys[end + 2 : end + 2 + size])
+        at = end + 4 + size
+    return out

@@ -193,14 +193,14 @@ async def test_a_redis_that_comes_back_empty_ends_nobody(home, own_valkey, board
 
 async def test_keys_that_are_none_of_ours_are_replaced_or_passed_over(valkey, board_for):
     plain = redis.Redis.from_url(valkey.url)
-    plain.set("headrace:c:members", "x")
+    plain.set("headrace:{c}:members", "x")
     board = board_for(valkey.url)
     one = member()
     assert await board.members() == () and not board.stale
     assert await board.announce(one)
     assert await board.members() == (one,)
-    plain.zadd("headrace:c:members", {"headrace:c:member:decode:x": 1, b"\xff": 2})
-    plain.set("headrace:c:member:decode:x", b"garbage")
+    plain.zadd("headrace:{c}:members", {"headrace:{c}:member:decode:x": 1, b"\xff": 2})
+    plain.set("headrace:{c}:member:decode:x", b"garbage")
     plain.set(b"\xff", one.encode())
     assert await board.members() == (one,)
     plain.delete(board.key(one))

@@ -140,7 +140,9 @@ async def test_a_full_arena_takes_what_it_can(pair, things, when_idle):
     await pair.listed(a)
     room = (await b.stat()).arena_slots - 1
     held = things.lease()
-    places = await b.open_prefix([things.digest(n) for n in range(30)], held)
+    places = ()
+    while not places:  # on a busy machine the index may be silent for its 50 ms
+        places = await b.open_prefix([things.digest(n) for n in range(30)], held)
     assert await read(b, things, places, range(30)) == list(range(room))
     await b.release(held)
     stat = await when_idle(b)
