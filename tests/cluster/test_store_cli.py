@@ -11,10 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cluster.cli import app
+from headrace.cluster.reading import read_record
 from headrace.core.deployment import Deployment
+from headrace.core.errors import ConfigError
 from headrace.core.ids import Digest
 from headrace.core.role import RoleSettings
 from headrace.kvstore import Kind, StoreClient, StoreSettings, run_store
+from headrace.kvstore.policy import DomainShare
 
 DIGESTS = [Digest(hashlib.sha256(b"%d" % n).digest()) for n in range(4)]
 SLOT = 4096
@@ -149,3 +152,36 @@ def test_the_bench_leaves_nothing_behind(tmp_path):
     rates = ("bare_write", "bare_read", "put_host", "put_ssd", "get_host", "get_ssd")
     assert all(found[name] > 0 for name in rates)
     assert list(tmp_path.iterdir()) == []
+
+
+SIZES = {
+    "directory": "/x",
+    "arena_bytes": 1 << 20,
+    "ssd_bytes": 1 << 20,
+    "segment_bytes": 1 << 18,
+    "block_bytes": 100,
+    "window_bytes": 100,
+}
+
+
+def test_the_policy_is_read_from_the_store_section():
+    shares = [{"domain": "gold", "guaranteed": 0.25, "most": 0.8}]
+    values = SIZES | {"metrics_port": 9464, "domain_shares": shares, "window_ttl_s": 60}
+    read = read_record(StoreSettings, values, "store")
+    assert read.domain_shares == (DomainShare("gold", 0.25, 0.8),)
+    assert (read.metrics_port, read.window_ttl_s, read.probation_share) == (9464, 60.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"domain_shares": [{"domain": "a", "guaranteed": 2}]}, "of a must lie between 0.0 and 1"),
+        ({"domain_shares": [{"name": "a"}]}, "unknown key store.domain_shares[0].name"),
+        ({"probation_share": 0.9}, "store: probation_share must lie between 0.01 and 0.5, got 0.9"),
+        ({"metrics_port": 70_000}, "store: metrics_port must lie between 0 and 65535, got 70000"),
+    ],
+)
+def test_what_is_wrong_there_is_said_by_its_key(section, words):
+    with pytest.raises(ConfigError) as caught:
+        read_record(StoreSettings, SIZES | section, "store")
+    assert words in caught.value.message
