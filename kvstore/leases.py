@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
 from headrace.core.ids import JobKey
-from headrace.kvstore.objects import Entry
+from headrace.kvstore.objects import NO_LEASES, Entry
 from headrace.kvstore.settings import Kind
 
 
@@ -56,7 +56,10 @@ class LeaseBook:
         lease.expires_s = self._clock.now_s() + self._lease_s
         lease.entries.add(entry)
         self.held += not entry.leases
-        entry.leases.add(owner)
+        if isinstance(entry.leases, set):
+            entry.leases.add(owner)
+        else:
+            entry.leases = {owner}
         return True
 
     def renew(self, owner: JobKey) -> bool:
@@ -99,8 +102,11 @@ class LeaseBook:
     ) -> tuple[Entry, ...]:
         for entry in entries:
             lease.entries.discard(entry)
-            self.held -= entry.leases == {owner}
-            entry.leases.discard(owner)
+            if isinstance(entry.leases, set):
+                entry.leases.discard(owner)
+                if not entry.leases:
+                    entry.leases = NO_LEASES
+                    self.held -= 1
         if not lease.entries:
             self._leases.pop(owner, None)
         return entries

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from headrace.core.ids import Digest, JobKey
@@ -35,6 +35,9 @@ class Saving(StrEnum):
 PENDING = frozenset((Saving.WAITING, Saving.WRITING))
 
 
+NO_LEASES: frozenset[JobKey] = frozenset()
+
+
 @dataclass(frozen=True, slots=True)
 class DiskPlace:
     """One slot of one use of a segment."""
@@ -63,7 +66,7 @@ class Entry:
     proven: bool = False  # a second request has used it since it came into the arena
     departure: int = 0  # the number of its last leave from the arena, counted from 1 a kind
     touched: bool = False  # used since it was written to its disk place
-    leases: set[JobKey] = field(default_factory=set)
+    leases: set[JobKey] | frozenset[JobKey] = NO_LEASES  # a set only while there are some
     pins: int = 0
     copy: bool = False  # of another store's object, which alone lists it
 

@@ -81,7 +81,7 @@ def test_in_use_or_too_much_that_must_stay_means_another_segment():
     blocks[0].pins = 1
     assert plan(blocks[:2], kin) is None
     blocks[0].pins = 0
-    blocks[2].leases.add(JobKey(RequestId("r"), 0))
+    blocks[2].leases = {JobKey(RequestId("r"), 0)}
     assert plan(blocks[:2], kin).keep == tuple(blocks[:2])  # a held tail needs its heads
     assert plan(blocks[:2], kin, must_room=1) is None
     assert plan(blocks[2:], kin) is None
@@ -124,7 +124,7 @@ def forest(nodes) -> tuple[list[Entry], Kin, set[Entry]]:
         one.touched = state == "touched"
         one.pins = state == "pinned"
         if state == "leased":
-            one.leases.add(JobKey(RequestId("r"), 0))
+            one.leases = {JobKey(RequestId("r"), 0)}
         if state == "must":
             must.add(one)
         made.append(one)
