@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from headrace.kvstore.records import (
 )
 from headrace.kvstore.redis_link import RedisAway, RedisLink
 from headrace.kvstore.settings import Kind, StoreSettings, Tier
+from headrace.kvstore.shared import SharedFolder, folders_by_epoch
 
 log = logging.getLogger(__name__)
 _KEYS_A_CALL = 1000
@@ -35,6 +37,7 @@ class Where:
     namespace: bytes
     record: IndexRecord
     address: str
+    folder: SharedFolder | None = None  # read there, with nobody to ask
 
     @property
     def payload_bytes(self) -> int:
@@ -50,8 +53,10 @@ class Elsewhere:
         self, link: RedisLink, settings: StoreSettings, clock: Clock, own_uid: bytes
     ) -> None:
         self._link = link
+        self.folders: Sequence[SharedFolder] = ()  # mounted here
         self._own_uid = own_uid
         self.absent = AbsentKeys(clock, settings.absent_s, settings.absent_keys)
+        self._by_epoch: dict[int, SharedFolder] = {}
         self.forgotten = 0  # records taken out of the index
 
     def may_have(self, kind: Kind, namespace: bytes, digest: Digest) -> bool:
@@ -60,8 +65,7 @@ class Elsewhere:
     async def find(
         self, kind: Kind, namespace: bytes, digests: Sequence[Digest], *, run: bool
     ) -> list[Where]:
-        """Those of `digests` that a living store has, in order; with `run` up to the first hole.
-        Of several stores the one that gave the object before, then one that has it in memory."""
+        """Those of `digests` that a living store has, in order; with `run` up to the first hole."""
         wanted: list[tuple[Digest, bytes]] = []
         for digest in digests:
             key = record_key(kind, namespace, digest)
@@ -71,6 +75,8 @@ class Elsewhere:
                 break
         if not wanted:
             return []
+        if len(self._by_epoch) < len(self.folders):
+            self._by_epoch = await asyncio.to_thread(folders_by_epoch, self.folders)
         keys = [key for _, key in wanted]
 
         values: list[bytes | None] = []
@@ -105,22 +111,30 @@ class Elsewhere:
         live: dict[int, LiveStore],
         before: str,
     ) -> Where | None:
+        """From memory rather than from a shared folder, from there rather than through a store's
+        disk; and from where the object before came."""
         if not value:
             return None
         tail = digest_tail(digest)
-        found: list[tuple[bool, bool, Where]] = []
-        for record in unpack_records(value or b""):
+        found: list[tuple[int, bool, Where]] = []
+        for record in unpack_records(value):
             store = live.get(record.store)
-            if (
-                record.kind is kind
-                and record.digest_tail == tail
-                and store is not None
+            if record.kind is not kind or record.digest_tail != tail:
+                continue
+            if record.tier is Tier.SHARED:
+                folder = self._by_epoch.get(record.epoch)
+                if folder is not None:
+                    where = Where(digest, kind, namespace, record, folder.name, folder)
+                    found.append((1, folder.name == before, where))
+            elif (
+                store is not None
                 and store.epoch == record.epoch
                 and store.uid != self._own_uid
                 and store.address
             ):
                 where = Where(digest, kind, namespace, record, store.address)
-                found.append((store.address == before, record.tier is Tier.HOST, where))
+                in_memory = record.tier is Tier.HOST
+                found.append((2 if in_memory else 0, store.address == before, where))
         return max(found, key=lambda one: one[:2])[2] if found else None
 
     async def forget(self, where: Where) -> None:

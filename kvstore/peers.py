@@ -23,7 +23,7 @@ from headrace.core.limits import WireLimits
 from headrace.kvstore.breaker import Breaker
 from headrace.kvstore.elsewhere import Elsewhere, Where
 from headrace.kvstore.objects import Entry, object_key
-from headrace.kvstore.peers_transfer import Desk, Item, Peer, PeerCounters, Transfer
+from headrace.kvstore.peers_transfer import Desk, Item, Peer, PeerCounters, SharedTransfer, Transfer
 from headrace.kvstore.settings import Kind, StoreSettings
 from headrace.kvstore.state import StoreState
 
@@ -166,7 +166,8 @@ class Peers:
         if not peer.breaker.admits():
             self.count.away += 1
             return
-        transfer = Transfer(self._desk, peer, kind, namespace, batch)
+        made = SharedTransfer if batch[0].where.folder is not None else Transfer
+        transfer = made(self._desk, peer, kind, namespace, batch)
         work = self._start(self._in_turn(peer, transfer))
         _, late = await asyncio.wait({work}, timeout=until_s - asyncio.get_running_loop().time())
         if late:

@@ -11,6 +11,7 @@ from headrace.kvstore.peers_serve import PeerServer
 from headrace.kvstore.publisher import Publisher
 from headrace.kvstore.redis_link import RedisLink
 from headrace.kvstore.settings import StoreSettings
+from headrace.kvstore.shared import SharedFolder
 from headrace.kvstore.store import Store
 
 
@@ -26,8 +27,11 @@ async def start_peers(
     clock, wire = store.state.clock, role.deployment.wire
     link = RedisLink(role.redis_url, settings.index_deadline_s, clock)
     elsewhere = Elsewhere(link, settings, clock, uid)
+    elsewhere.folders = [SharedFolder(path) for path in settings.shared_directories]
     store.peers = Peers(store.state, settings, elsewhere, role.token, wire)
     stack.push_async_callback(store.peers.close)
+    if not settings.peer_listen:
+        return
     store.door = PeerServer(store.state, store.loader, role.token, wire)
     stack.push_async_callback(store.door.close)
     publisher.peer_address = await store.door.start(settings.peer_listen)

@@ -31,6 +31,7 @@ from headrace.kvstore.records import (
 )
 from headrace.kvstore.redis_link import RedisAway, RedisLink
 from headrace.kvstore.settings import Kind, StoreSettings, Tier
+from headrace.kvstore.shared import uid_epoch
 from headrace.kvstore.state import StoreState
 
 log = logging.getLogger(__name__)
@@ -306,7 +307,10 @@ class Publisher:
             )
         if entry.disk is not None and entry.visibility is Visibility.DURABLE:
             disk = entry.disk
-            out += self._record(entry, number, Tier.SSD, disk.segment, disk.slot, disk.generation)
+            at = (disk.segment, disk.slot, disk.generation)
+            out += self._record(entry, number, Tier.SSD, *at)
+            if self._settings.shared:
+                out += self._record(entry, number, Tier.SHARED, *at)
         return out
 
     def _record(
@@ -316,7 +320,7 @@ class Publisher:
             store=number,
             tier=tier,
             kind=entry.kind,
-            epoch=self._epoch,
+            epoch=uid_epoch(self._uid) if tier is Tier.SHARED else self._epoch,
             segment=segment,
             slot=slot,
             generation=generation,
@@ -359,7 +363,8 @@ class Publisher:
         for record in unpack_records(data):
             if record.store != self._number:
                 continue
-            if record.epoch != self._epoch:
+            shared = record.tier is Tier.SHARED and self._settings.shared
+            if record.epoch != (uid_epoch(self._uid) if shared else self._epoch):
                 return True
             if record.tier is Tier.HOST:
                 pool = self._state.residents.pools.get(record.kind)

@@ -28,7 +28,7 @@ assert RECORD_BYTES == 40, "the record is 40 bytes: docs/kv-format.md"
 ARENA_SEGMENT = 0xFFFF_FFFF  # stands for "in the arena" where a segment number is expected
 KIND_CODES: dict[Kind, int] = {Kind.KV: 1, Kind.SWA: 2, Kind.MM: 3, Kind.STATE: 4}
 KINDS_BY_CODE = {code: kind for kind, code in KIND_CODES.items()}
-TIER_CODES: dict[Tier, int] = {Tier.HOST: 1, Tier.SSD: 2}
+TIER_CODES: dict[Tier, int] = {Tier.HOST: 1, Tier.SSD: 2, Tier.SHARED: 3}
 TIERS_BY_CODE = {code: tier for tier, code in TIER_CODES.items()}
 # In the kind of a block's record: the store also has the window record at the end of this block. A
 # look-up of a chain then asks for those few windows instead of one a block.

@@ -106,7 +106,8 @@ class SegmentFiles:
             )
         directory = Path(self._settings.directory)
         self._refuse_more_than_free(directory, count)
-        before = {path: _length(path) for path in map(directory.joinpath, map(_name, range(count)))}
+        paths = [directory / segment_name(number) for number in range(count)]
+        before = {path: _length(path) for path in paths}
         try:
             for number, path in enumerate(before):
                 try:
@@ -127,7 +128,7 @@ class SegmentFiles:
 
     def _refuse_more_than_free(self, directory: Path, count: int) -> None:
         size = self._settings.segment_bytes
-        last = _name(count - 1)
+        last = segment_name(count - 1)
         there = [path for path in directory.glob(SEGMENT_GLOB) if path.name <= last]
         missing = count * size - sum(min(size, taken_bytes(path)) for path in there)
         free = self._calls.free_bytes(directory)
@@ -204,7 +205,7 @@ class SegmentFiles:
 
     def _remove_surplus(self, directory: Path, count: int) -> None:
         for path in sorted(directory.glob(SEGMENT_GLOB)):
-            if path.name not in {_name(number) for number in range(count)}:
+            if path.name not in {segment_name(number) for number in range(count)}:
                 log.warning("removed %s: ssd_bytes became smaller", path.name)
                 self._calls.unlink(path)
 
@@ -376,7 +377,7 @@ def _give_back(before: dict[Path, int | None]) -> None:
             os.truncate(path, length)
 
 
-def _name(number: int) -> str:
+def segment_name(number: int) -> str:
     return f"segment-{number:06d}.seg"
 
 

@@ -93,7 +93,7 @@ async def run_store(
         writer = Writer(state, files, publisher, store, writing)
         pins = _take_up_pins(store, state, clock)
         service = Store(state, files, publisher, writer, reading, pins, store)
-        if store.peer_listen and role.redis_url:
+        if (store.peer_listen or store.shared_directories) and role.redis_url:
             await start_peers(stack, role, store, service, publisher, files.uid)
         if store.metrics_port:
             _serve_metrics(stack, service, store)

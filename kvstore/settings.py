@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,6 +22,7 @@ class Kind(StrEnum):
 class Tier(StrEnum):
     HOST = "host"  # in the arena
     SSD = "ssd"  # in a synced segment
+    SHARED = "shared"  # the same, in a folder that other hosts have mounted: they read it there
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class StoreSettings(StorePolicy):
     drain_s: float = 5.0  # at stop: how long objects may still be made durable
     metrics_port: int = 0
     peer_listen: str = ""  # tcp://host:port
+    shared: bool = False  # `directory` lies in a folder that other hosts mount
+    shared_directories: Sequence[str] = ()  # of other stores, mounted here
     peer_least_s: float = 0.05  # what another store is always given, however little it saves
     recompute_tokens_per_s: float = 10_000.0  # how fast this cluster would compute blocks anew
     recompute_window_tokens: int = 2_540  # rows that a missing window record costs

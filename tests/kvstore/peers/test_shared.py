@@ -1,0 +1,197 @@
+"""A folder that two hosts have mounted: one store owns it, the other reads it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from headrace.core.errors import ConfigError
+from headrace.kvstore import Kind, StoreClient
+from headrace.kvstore.files import FileCalls
+from headrace.kvstore.layout import SEGMENT_HEADER_BYTES, SegmentHeader
+from headrace.kvstore.records import TIER_CODES, IndexRecord, record_key, unpack_records
+from headrace.kvstore.settings import Tier
+from headrace.kvstore.shared import SharedFolder
+
+TOKEN = "a cluster token of tests"
+pytestmark = pytest.mark.fault
+
+
+async def _shared(pair, things, when_idle, numbers=range(12)):
+    """Store a owns the folder and has its objects on disk only; b has it mounted. No TCP."""
+    await pair.a.start(peer_listen="", shared=True, index_deadline_s=3.0)
+    a = await pair.a.client()
+    await a.put(Kind.KV, things.blocks(*numbers))
+    await when_idle(a)
+    await pair.a.restart()  # its arena is empty
+    await pair.listed(a)
+    folder = pair.a.settings.directory
+    await pair.b.start(
+        peer_listen="",
+        shared_directories=(folder,),
+        absent_s=0.0,
+        recompute_tokens_per_s=50.0,
+        index_deadline_s=3.0,
+    )
+    return a, await pair.b.client()
+
+
+async def _read(client, things, numbers) -> list[int]:
+    found = []
+    for number in numbers:
+        for place in await client.open_prefix([things.digest(number)], None):
+            dest = bytearray(place.payload_bytes)
+            assert client.read_into(place, things.digest(number), dest)
+            assert bytes(dest) == things.payload(number)
+            found.append(number)
+    return found
+
+
+def _records(pair, things, number) -> tuple[IndexRecord, ...]:
+    client = redis.Redis.from_url(pair.a.role.redis_url)
+    value = client.get(record_key(Kind.KV, things.namespace, things.digest(number)))
+    client.close()
+    return unpack_records(value or b"")
+
+
+async def test_another_host_reads_what_the_owner_wrote(pair, things, when_idle):
+    a, b = await _shared(pair, things, when_idle)
+    tiers = {record.tier for record in _records(pair, things, 0)}
+    assert tiers == {Tier.SSD, Tier.SHARED}
+    folder = Path(pair.a.settings.directory)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    places = await b.open_prefix([things.digest(n) for n in range(12)], things.lease())
+    assert len(places) == 12
+    assert await _read(b, things, range(12)) == list(range(12))
+    stat = await when_idle(b)
+    assert (stat.peer_fetched, stat.peer_failed, stat.leased_objects) == (12, 0, 12)
+    assert (await a.stat()).loads == 0  # nobody asked it
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+async def test_the_owner_is_dead_and_its_objects_are_read(
+    pair, things, home, start_process, valkey, when_idle
+):
+    owner = start_process(valkey.url, shared=True)
+    a = StoreClient(f"unix://{home}/store.sock", TOKEN, things.namespace)
+    assert await a.connect(10.0)
+    await a.put(Kind.KV, things.blocks(*range(12)))
+    await when_idle(a)
+    await pair.listed(a)
+    await a.close()
+    owner.kill()
+    await pair.b.start(
+        peer_listen="",
+        shared_directories=(f"{home}/store",),
+        recompute_tokens_per_s=50.0,
+        index_deadline_s=3.0,
+    )
+    b = await pair.b.client()
+    assert await _read(b, things, range(12)) == list(range(12))
+    assert (await b.stat()).peer_fetched == 12
+
+
+async def test_a_reused_segment_is_a_miss_and_costs_the_record(pair, things, when_idle, wait_until):
+    """The record names an older use than what lies there now."""
+    await _shared(pair, things, when_idle)
+    b = pair.b.clients[0]
+    await pair.a.cut()  # nobody mends the index
+    segment = _records(pair, things, 0)[0].segment
+    path = Path(pair.a.settings.directory) / f"segment-{segment:06d}.seg"
+    data = bytearray(path.read_bytes())
+    header = SegmentHeader.unpack(bytes(data[:SEGMENT_HEADER_BYTES]))
+    newer = replace(header, generation=header.generation + 1)
+    data[:SEGMENT_HEADER_BYTES] = newer.pack()
+    path.write_bytes(data)
+    assert await _read(b, things, [0]) == []
+
+    async def gone() -> bool:
+        return Tier.SHARED not in {record.tier for record in _records(pair, things, 0)}
+
+    await wait_until(gone, "the record leaving the index")
+
+
+async def test_damage_in_the_folder_is_a_miss_and_costs_the_record(
+    pair, things, when_idle, wait_until
+):
+    await _shared(pair, things, when_idle)
+    b = pair.b.clients[0]
+    record = _records(pair, things, 3)[0]
+    path = Path(pair.a.settings.directory) / f"segment-{record.segment:06d}.seg"
+    with open(path, "r+b") as file:
+        file.seek(SEGMENT_HEADER_BYTES + record.slot * 4096 + 77)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes((byte[0] ^ 1,)))
+    await pair.a.cut()
+    assert await _read(b, things, [2, 3, 4]) == [2, 4]
+
+    async def gone() -> bool:
+        return Tier.SHARED not in {record.tier for record in _records(pair, things, 3)}
+
+    await wait_until(gone, "the record leaving the index")
+
+
+async def test_a_segment_that_is_reused_under_the_read_does_not_count(pair, things, when_idle):
+    await _shared(pair, things, when_idle)
+    record = next(r for r in _records(pair, things, 0) if r.tier is Tier.SHARED)
+    path = Path(pair.a.settings.directory) / f"segment-{record.segment:06d}.seg"
+
+    class Reusing(FileCalls):
+        """The owner raises the generation right after the payload was read."""
+
+        armed = False
+        fired = 0
+
+        def preadv(self, descriptor, buffers, offset):
+            got = super().preadv(descriptor, buffers, offset)
+            if self.armed and offset >= SEGMENT_HEADER_BYTES and not self.fired:
+                self.fired += 1
+                data = path.read_bytes()[:SEGMENT_HEADER_BYTES]
+                header = SegmentHeader.unpack(data)
+                with open(path, "r+b") as file:
+                    file.write(replace(header, generation=header.generation + 1).pack())
+            return got
+
+    calls = Reusing()
+    folder = SharedFolder(pair.a.settings.directory, calls)
+    assert len(folder.uid()) == 8
+    dest = memoryview(bytearray(3000))
+    assert folder.read(record, dest) == record.checksum  # the control
+    calls.armed = True
+    assert folder.read(record, dest) == -1 and calls.fired == 1
+
+
+async def test_what_is_not_mounted_is_not_read(pair, things, when_idle, home):
+    """A record of a folder that this host does not have is nobody's."""
+    await _shared(pair, things, when_idle)
+    await pair.a.cut()
+    os.makedirs(f"{home}/empty")
+    await pair.b.restart(shared_directories=(f"{home}/empty",))
+    assert await _read(pair.b.clients[0], things, range(3)) == []
+
+
+async def test_a_folder_that_is_none_is_said_at_start(pair, home):
+    with pytest.raises(ConfigError, match="shared_directories: .* is no directory"):
+        await pair.b.start(shared_directories=(f"{home}/nowhere",), peer_listen="")
+    pair.b.task = None
+
+
+def test_a_second_owner_is_refused(start_process):
+    """Two processes pointed at one directory."""
+    first = start_process(shared=True)
+    second = start_process(shared=True)
+    assert second.ended() == 2
+    assert f"one store process may own it, process {first.pid} does" in second.text()
+    os.kill(first.pid, signal.SIGCONT)  # and the first is still there
+    assert first.process.poll() is None
+
+
+def test_the_code_of_the_tier_is_fixed():
+    assert TIER_CODES[Tier.SHARED] == 3 and struct.calcsize("<HBBIIIIIQII") == 40
