@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ def attached_path(line: str) -> Path | None:
     return Path(rest[0])
 
 
-def converse(run: RunDir, out: Console, *, system: str, max_tokens: int) -> None:
+def converse(
+    run: RunDir, out: Console, *, system: str, max_tokens: int, temperature: float = 0.0
+) -> None:
     """Read lines, stream answers, keep the history; ends at an empty line or end of input.
 
     A line `/image PATH` attaches a file to the message that follows; several may be attached. An
@@ -91,7 +94,7 @@ def converse(run: RunDir, out: Console, *, system: str, max_tokens: int) -> None
         attached = []
         messages.append({"role": "user", "content": content})
         try:
-            answer, usage = _turn(api, state.model, messages, max_tokens, out)
+            answer, usage = _turn(api.chat(state.model, messages, max_tokens, temperature), out)
         except ApiError as error:
             messages.pop()
             out.print(f"\n{error.message}", style="red", markup=False)
@@ -104,11 +107,9 @@ def converse(run: RunDir, out: Console, *, system: str, max_tokens: int) -> None
         out.print(f"\n[dim]{usage}[/]")
 
 
-def _turn(
-    api: HttpApi, model: str, messages: list[dict[str, Any]], max_tokens: int, out: Console
-) -> tuple[str, str]:
+def _turn(chunks: Iterator[dict[str, Any]], out: Console) -> tuple[str, str]:
     parts, usage = [], ""
-    for chunk in api.chat(model, messages, max_tokens):
+    for chunk in chunks:
         for choice in chunk.get("choices", ()):
             text = choice.get("delta", {}).get("content") or ""
             parts.append(text)

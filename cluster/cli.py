@@ -167,13 +167,18 @@ def chat(
     name: ClusterName = "",
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
     system: Annotated[str, typer.Option(help="A system message.")] = "",
+    temperature: Annotated[
+        float, typer.Option(help="0: always the likeliest word.", min=0.0, max=2.0)
+    ] = 0.0,
 ) -> None:
     """Talk to a running cluster. `/image PATH` attaches a picture to the next message; an empty
     line or Ctrl-D ends it."""
     from headrace.cluster.chat import converse
 
     run = _or_exit(lambda: _pick(name, for_what="talk to"))
-    _or_exit(lambda: converse(run, out, system=system, max_tokens=max_tokens))
+    _or_exit(
+        lambda: converse(run, out, system=system, max_tokens=max_tokens, temperature=temperature)
+    )
 
 
 @app.command()

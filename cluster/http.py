@@ -60,7 +60,11 @@ class HttpApi:
         return tuple(counts.get(pool, 0) for pool in pools)
 
     def chat(
-        self, model: str, messages: Sequence[Mapping[str, Any]], max_tokens: int
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int,
+        temperature: float = 0.0,
     ) -> Iterator[dict[str, Any]]:
         """Stream one chat completion: the parsed chunks as they come.
 
@@ -70,6 +74,7 @@ class HttpApi:
             "model": model,
             "messages": list(messages),
             "max_tokens": max_tokens,
+            "temperature": temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

@@ -3,9 +3,9 @@
     python bench/probes/draw.py --right lines*.json --keep 64=k64.json --keep 253=k253.json \
         --replay replay.json --image docs/img/demo-probes.png
 
-Left: right answers against distance (P1, P2) of `run.py --out`. Middle: of the same against keep,
-a file of `run.py --keep K --out` each. Right: replay against depth, a line a keep: answers right,
-and answers equal to the cold run's in every token.
+Left: right answers against distance (P1, P2) of `run.py --out` or `handoff.py --out`. Middle:
+right answers against keep, a file of `run.py --keep K --out` each. Right: replay against depth, the
+largest difference of a logit from the cold run of the same keep.
 """
 
 from __future__ import annotations
@@ -46,18 +46,16 @@ def draw_keep(axis: Axes, by_keep: dict[int, Rows]) -> None:
 
 
 def draw_depth(axis: Axes, rows: Rows) -> None:
-    counts: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0, 0]))
+    found: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for row in rows:
         if row["passed"] != "cold":
-            mine = counts[row["keep_tokens"]][row["depth_tokens"]]
-            for place, name in enumerate(("right", "same_tokens", "n")):
-                mine[place] += row[name]
-    for number, (keep, found) in enumerate(sorted(counts.items())):
-        depths, colour = sorted(found), f"C{number}"
-        for place, style, what in ((0, "o-", "right"), (1, "s--", "as cold")):
-            shares = [100 * found[d][place] / found[d][2] for d in depths]
-            axis.plot(depths, shares, style, color=colour, label=f"keep {keep}, {what}")
-    axis.set(xlabel="replay depth, tokens", ylabel="answers, %")
+            mine = found[f"{row['probe']}, keep {row['keep_tokens']}"]
+            depth = row["depth_tokens"]
+            mine[depth] = max(mine[depth], row["logit_difference"])
+    for label, by_depth in found.items():
+        depths = sorted(by_depth)
+        axis.plot(depths, [max(by_depth[d], 1e-5) for d in depths], "o-", label=label)
+    axis.set(xlabel="replay depth, tokens", ylabel="logits apart, at most", yscale="log")
 
 
 def main() -> None:
@@ -70,6 +68,7 @@ def main() -> None:
     parser.add_argument("--image", type=Path, required=True)
     a = parser.parse_args()
     rows = [row for path in a.right for row in json.loads(path.read_text())]
+    rows = [row for row in rows if row.get("passed", "cold") == "cold"]
     by_keep = {}
     for pair in a.keep:
         keep, _, path = pair.partition("=")
@@ -79,8 +78,9 @@ def main() -> None:
     draw_keep(axes[1], by_keep)
     draw_depth(axes[2], json.loads(a.replay.read_text()))
     for axis in axes:
-        axis.set_ylim(50, 101)
         axis.legend(fontsize=7)
+    for axis in axes[:2]:
+        axis.set_ylim(50, 101)
     figure.tight_layout()
     figure.savefig(a.image, dpi=110)
 

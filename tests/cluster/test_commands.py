@@ -189,7 +189,8 @@ def test_chat_sends_messages_and_no_mistyped_command(
     lines = "/help\n/image\n/image /no/cat.png\nhello\n\nnever read\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     out = Console(file=io.StringIO(), width=200, record=True)
-    converse(failed_run, out, system="", max_tokens=4)
+    converse(failed_run, out, system="", max_tokens=4, temperature=0.5)
+    assert [body["temperature"] for body in bodies] == [0.5]
     shown = out.export_text()
     assert [body["messages"] for body in bodies] == [[{"role": "user", "content": "hello"}]]
     assert shown.splitlines()[:2] == [f"model t2 of cluster local at {url}", USAGE]
