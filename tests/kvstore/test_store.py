@@ -362,3 +362,23 @@ async def test_more_on_disk_than_the_arena_holds(rig, things, when_idle):
     assert await client.open_prefix(digests[20:], things.lease("b")) == ()
     await client.release(things.lease("a"))
     assert len(await client.open_prefix(digests[20:], things.lease("c"))) == total
+
+
+async def test_a_view_is_the_payload_where_it_lies_or_nothing(rig, things):
+    await rig.start()
+    client = await rig.client()
+    places = await client.put(Kind.KV, things.blocks(1, 2), lease=things.lease())
+    view = client.view(places[0], things.digest(1))
+    assert view is not None and view.readonly and view == things.payload(1)
+    assert client.view(places[0], things.digest(2)) is None
+    stale = replace(places[0], generation=places[0].generation + 1)
+    assert client.view(stale, things.digest(1)) is None
+    assert client.read_misses == 2
+    arena = client._mapped[1]
+    arena.bytes_at(places[1])[7] ^= 1
+    assert client.view(places[1], things.digest(2)) is None
+    await client.stat()  # behind the report of the damage
+    stat = await client.stat()
+    assert (stat.damaged, stat.blocks) == (1, 1)
+    await client.close()
+    assert view == things.payload(1)  # whoever holds a view keeps the memory
