@@ -36,8 +36,8 @@ from headrace.kvstore.slot_io import (
     erase_slot,
     read_slots,
     spans,
-    write_page,
     write_slots,
+    write_tail,
 )
 
 log = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ class SegmentFiles:
             sequence=max(s.header.sequence for s in self.segments) + 1,
             uid=self.uid,
         )
-        write_page(self._calls, segment.descriptor, header.pack(), 0)
+        write_tail(self._calls, segment.descriptor, header.pack(), 0)
         self._calls.sync(segment.descriptor)
         segment.header = header
         segment.used = 0
@@ -347,16 +347,16 @@ class SegmentFiles:
     def _pread(self, descriptor: int, count: int, offset: int) -> bytes:
         """At most `count` bytes from a multiple of 4 KiB on, fewer at the end of the file. Raises
         `OSError`."""
-        pages = aligned_buffer(-(-count // ALIGN_BYTES) * ALIGN_BYTES)
+        memory = aligned_buffer(-(-count // ALIGN_BYTES) * ALIGN_BYTES)
         got = 0
         while got < count:
-            part = self._calls.preadv(descriptor, [pages[got:]], offset + got)
+            part = self._calls.preadv(descriptor, [memory[got:]], offset + got)
             if part <= 0:
                 break
             got += part
             if got % ALIGN_BYTES:
                 break  # the end of a file that is no whole number of pages long
-        return bytes(pages[: min(got, count)])
+        return bytes(memory[: min(got, count)])
 
     def close(self) -> None:
         for segment in self.segments:

@@ -28,7 +28,7 @@ class _Own(threading.local):
     """Last pages of the slots that a thread is moving."""
 
     def __init__(self) -> None:
-        self.pages = aligned_buffer(_SPAN_SLOTS * ALIGN_BYTES)
+        self.tails = aligned_buffer(_SPAN_SLOTS * ALIGN_BYTES)
 
 
 _own = _Own()
@@ -56,11 +56,11 @@ def write_slots(
 ) -> None:
     """Write slots that follow each other, at most `_SPAN_SLOTS`, the first at byte `begin`; a
     header is the last thing of its slot. Not synced. Raises `OSError`."""
-    pages, buffers = _own.pages, list[Buffer]()
+    tails, buffers = _own.tails, list[Buffer]()
     for number, (move, header) in enumerate(zip(moves, headers, strict=True)):
-        page = pages[number * ALIGN_BYTES : (number + 1) * ALIGN_BYTES]
-        page[:] = move.memory[-ALIGN_BYTES:]
-        page[-HEADER_BYTES:] = header.pack()
+        tail = tails[number * ALIGN_BYTES : (number + 1) * ALIGN_BYTES]
+        tail[:] = move.memory[-ALIGN_BYTES:]
+        tail[-HEADER_BYTES:] = header.pack()
         body = move.body
         if faults.hit("store.segment_write") == "flip":  # a torn slot under a sound header
             flipped = aligned_buffer(len(move.memory))
@@ -68,10 +68,10 @@ def write_slots(
             flipped[0] ^= 1
             body = flipped[:-ALIGN_BYTES]
             if not body:
-                page[0] ^= 1
+                tail[0] ^= 1
         if body:
             buffers.append(body)
-        buffers.append(page)
+        buffers.append(tail)
     write_buffers(calls, descriptor, buffers, begin)
 
 
@@ -80,14 +80,14 @@ def read_slots(
 ) -> list[SlotHeader | None]:
     """Read slots that follow each other into their memory; the header of each, None where there is
     none or it could not be read. No payload is verified. Raises nothing."""
-    pages, buffers = _own.pages, list[memoryview]()
-    tails = []
+    tails, buffers = _own.tails, list[memoryview]()
+    ends = []
     for number, move in enumerate(moves):
-        page = pages[number * ALIGN_BYTES : (number + 1) * ALIGN_BYTES]
+        tail = tails[number * ALIGN_BYTES : (number + 1) * ALIGN_BYTES]
         if move.body:
             buffers.append(move.body)
-        buffers.append(page)
-        tails.append(page)
+        buffers.append(tail)
+        ends.append(tail)
     try:
         if not read_buffers(calls, descriptor, buffers, begin):
             raise OSError("the file ends before")
@@ -102,9 +102,9 @@ def read_slots(
         log.warning("a slot of segment %d could not be read: %s", segment, error.strerror or error)
         return [None]
     headers = []
-    for move, page in zip(moves, tails, strict=True):
-        header = SlotHeader.unpack(page[-HEADER_BYTES:])
-        move.memory[-ALIGN_BYTES:-HEADER_BYTES] = page[:-HEADER_BYTES]
+    for move, tail in zip(moves, ends, strict=True):
+        header = SlotHeader.unpack(tail[-HEADER_BYTES:])
+        move.memory[-ALIGN_BYTES:-HEADER_BYTES] = tail[:-HEADER_BYTES]
         headers.append(header if header is not None and stands_at(header, move.place) else None)
     return headers
 
@@ -112,14 +112,14 @@ def read_slots(
 def erase_slot(calls: FileCalls, descriptor: int, end: int) -> None:
     """Blank the last page of the slot that ends at byte `end`, so that it has no header. Raises
     `OSError`."""
-    write_page(calls, descriptor, bytes(ALIGN_BYTES), end - ALIGN_BYTES)
+    write_tail(calls, descriptor, bytes(ALIGN_BYTES), end - ALIGN_BYTES)
 
 
-def write_page(calls: FileCalls, descriptor: int, data: bytes, offset: int) -> None:
+def write_tail(calls: FileCalls, descriptor: int, data: bytes, offset: int) -> None:
     """Write 4 KiB that lie anywhere in memory. Raises `OSError`."""
-    page = _own.pages[:ALIGN_BYTES]
-    page[:] = data
-    write_buffers(calls, descriptor, [page], offset)
+    tail = _own.tails[:ALIGN_BYTES]
+    tail[:] = data
+    write_buffers(calls, descriptor, [tail], offset)
 
 
 def write_buffers(

@@ -328,8 +328,7 @@ def test_one_process_owns_a_directory(tmp_path):
 class NoDirect(FileCalls):
     """A file system without O_DIRECT, as tmpfs was before Linux 6.5."""
 
-    def __init__(self) -> None:
-        self.refused = 0
+    refused = 0
 
     def open(self, path, *, direct=False, **options):
         if direct:
@@ -344,8 +343,7 @@ def test_files_that_cannot_be_direct_hold_the_same_bytes(opened, settings_for, c
     assert direct.direct
     places = write(direct, *range(20))
     before = path(settings_for, 0).read_bytes()[: 21 * 4096]  # its header and 20 slots
-    calls = NoDirect()
-    plain = opened(calls)
+    plain = opened(calls := NoDirect())
     assert not plain.direct and calls.refused == 1
     assert sum("O_DIRECT" in record.message for record in caplog.records) == 1
     assert found(plain) == dict(enumerate(places))
@@ -356,8 +354,7 @@ def test_files_that_cannot_be_direct_hold_the_same_bytes(opened, settings_for, c
     assert (
         path(settings_for, 0).read_bytes()[: 21 * 4096] == before
     )  # nothing that was there is touched
-    again = opened()
-    assert again.direct and found(again) == dict(enumerate(places))
+    assert found(opened()) == dict(enumerate(places))
 
 
 def test_slots_that_follow_each_other_go_in_one_call_and_hold_what_single_ones_do(opened):
@@ -367,8 +364,7 @@ def test_slots_that_follow_each_other_go_in_one_call_and_hold_what_single_ones_d
     memory = [aligned_buffer(8192) for _ in range(7)]
     moves, headers = [], []
     for number, slot in enumerate(memory):
-        slot[:7000] = content(number, 7000)
-        slot[7000:] = b"\xaa" * 1192  # padding and the header of somewhere else
+        slot[:] = content(number, 7000) + b"\xaa" * 1192  # padding, and a header of elsewhere
         place = files.next_place(Kind.KV)
         if number == 3:
             place = files.next_place(Kind.KV)  # a hole: two runs of neighbours
@@ -383,8 +379,7 @@ def test_slots_that_follow_each_other_go_in_one_call_and_hold_what_single_ones_d
             number, 7000
         )
     target = [SlotMove(move.place, aligned_buffer(8192)) for move in moves]
-    told = files.read_moves(target)
-    assert [h.facts.block for h in told if h is not None] == list(range(7))
+    assert [h.facts.block for h in files.read_moves(target)] == list(range(7))
     for number, move in enumerate(target):
         assert move.memory[:7000] == content(number, 7000)
         assert not any(move.memory[-512:])  # the header that says "disk" never lies in memory
@@ -393,8 +388,7 @@ def test_slots_that_follow_each_other_go_in_one_call_and_hold_what_single_ones_d
 def test_one_bad_sector_costs_one_slot_of_a_run(opened):
     class BadSector(FileCalls):
         def preadv(self, descriptor, buffers, offset):
-            end = offset + sum(map(len, buffers))
-            if bad in range(offset, end):
+            if bad in range(offset, offset + sum(map(len, buffers))):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return super().preadv(descriptor, buffers, offset)
 
