@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from headrace.core.errors import InvalidRequest
@@ -10,6 +11,8 @@ from headrace.router.jsonbody import Json, check_text, show_name
 from headrace.router.pictures import IMAGE_KINDS, Schemes, part_chars, read_image_part
 
 TOOLS = Limit("tools", 0, 128, "tools")
+# Of a tool's schema: what the protocol library's JSON holds as an integer.
+NUMBER = Limit("tools", -(2**63), 2**64 - 1, "of an integer in a schema")
 CALLS = Limit("tool_calls", 1, 128, "calls")
 # Fields of an answer that clients send back with the history; only null has a meaning here.
 NULL_FIELDS = frozenset({"refusal", "audio", "annotations", "function_call"})
@@ -61,7 +64,7 @@ def read_tools(value: Any) -> list[Json]:
             raise InvalidRequest(f"{where}.function.parameters must be an object", param=where)
         if function.get("strict") is not None and function["strict"] is not False:
             raise InvalidRequest("strict tools are not offered", param=f"{where}.function.strict")
-        _check_strings(function, where)
+        _check_values(function, where)
     return value
 
 
@@ -138,7 +141,7 @@ def _content(value: Any, where: str, may_be_empty: bool, images: Schemes) -> str
     for i, part in enumerate(value):
         at = f"{where}[{i}]"
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in IMAGE_KINDS:
+        if isinstance(kind, str) and kind in IMAGE_KINDS:
             if not images:
                 raise InvalidRequest("images are not offered here", param=at)
             parts.append(read_image_part(part, at, images))
@@ -167,17 +170,22 @@ def _object(value: Any, fields: frozenset[str] | set[str], where: str) -> None:
             raise InvalidRequest(f"{full} is not supported", param=full, code="unknown_field")
 
 
-def _check_strings(value: Any, where: str) -> None:
-    """Every text below `value`, keys included; depth is bounded by the body's own check."""
+def _check_values(value: Any, where: str) -> None:
+    """Every text, key and number below `value`, as the protocol library can take it; depth is
+    bounded by the body's own check."""
     if isinstance(value, str):
         check_text(value, where)
+    elif isinstance(value, int):
+        NUMBER.integer(int(value))  # true and false are ints here, and in range
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(f"{where} holds a number beyond a double's range", param=where)
     elif isinstance(value, dict):
         for key, item in value.items():
             check_text(key, where)
-            _check_strings(item, where)
+            _check_values(item, where)
     elif isinstance(value, list):
         for item in value:
-            _check_strings(item, where)
+            _check_values(item, where)
 
 
 def _text_chars(message: Json) -> int:

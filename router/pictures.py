@@ -28,7 +28,7 @@ from headrace.core.images import (
     read_header,
     resized_grid,
 )
-from headrace.router.jsonbody import Json
+from headrace.router.jsonbody import Json, check_text
 
 IMAGE_KINDS = frozenset({"image_url", "input_image", "image"})
 DETAILS = (None, "auto", "high")  # one resolution is offered
@@ -79,6 +79,7 @@ def read_image_part(part: Json, where: str, schemes: Schemes = DATA_ONLY) -> Jso
         else:
             wanted = "images are taken as data: URLs only; other URLs are not fetched"
         raise InvalidRequest(wanted, param=where)
+    check_text(url, where)
     return {"type": "image_url", "image_url": {"url": url}}
 
 

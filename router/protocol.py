@@ -113,7 +113,8 @@ class Protocols:
             request = recipe.ChatCompletionRequest({**chat, "model": _ALIAS}).convert(self._options)
         except recipe.ConversionError as error:
             raise InvalidRequest(_message_of(error), param="messages") from None
-        except ValueError:  # the library's text names Rust types
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            # The library's text names Rust types. What it cannot hold is the content's fault.
             raise InvalidRequest("messages cannot be rendered", param="messages") from None
         seen = sum(len(message.image_sources) for message in request.conversation.messages or ())
         if seen != count_images(chat["messages"]):
