@@ -24,8 +24,6 @@ the decoders. Their versions are part of `PREPROCESSING_VERSION` for that reason
 from __future__ import annotations
 
 import io
-import struct
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,11 +52,6 @@ _PIL_FORMATS = {
     ImageFormat.WEBP: "WEBP",
     ImageFormat.GIF: "GIF",
 }
-# What Pillow's decoders raise on damaged bytes.
-_DAMAGED = (
-    *(OSError, SyntaxError, ValueError, TypeError, IndexError, KeyError, EOFError),
-    *(OverflowError, struct.error, zlib.error, Image.DecompressionBombError),
-)
 
 
 def _preprocessing_version() -> str:
@@ -97,7 +90,9 @@ def decode_rgb(data: bytes, header: ImageHeader, *, param: str = "image") -> Ima
     """The file's one picture in mode RGB at its stored size.
 
     `header` is `read_header`'s of the same bytes; Pillow must find the same format and size.
-    Raises `InvalidRequest` on damaged data."""
+    Raises `InvalidRequest` on damaged data, whatever the decoder raised: over the bytes of a file
+    Pillow fails with nearly any exception, `AttributeError` of a palette that is missing among
+    them, and a list of those it may be would never be complete. Only `MemoryError` is ours."""
     try:
         with Image.open(io.BytesIO(data), formats=(_PIL_FORMATS[header.format],)) as picture:
             # A JPEG with further pictures behind it (MPO) is opened at its first one.
@@ -107,7 +102,9 @@ def decode_rgb(data: bytes, header: ImageHeader, *, param: str = "image") -> Ima
             if picture.size != (header.width, header.height):
                 raise ValueError(f"decoder made {picture.size}")
             return _to_rgb(picture)
-    except _DAMAGED as error:
+    except MemoryError:
+        raise
+    except Exception as error:
         raise InvalidRequest(
             f"the image's {header.format} file is damaged: its pixels cannot be read", param=param
         ) from error
