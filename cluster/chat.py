@@ -85,10 +85,11 @@ def converse(
         try:
             if (path := attached_path(line)) is not None:
                 attached.append(image_part(path))
-                out.print(f"{path.name} goes with the next message", style="dim", markup=False)
+                said = f"{path.name} goes with the next message"
+                out.print(said, style="dim", markup=False, emoji=False)
                 continue
         except ConfigError as error:
-            out.print(error.message, style="red", markup=False)
+            out.print(error.message, style="red", markup=False, emoji=False)
             continue
         content = [*attached, {"type": "text", "text": line}] if attached else line
         attached = []
@@ -97,7 +98,7 @@ def converse(
             answer, usage = _turn(api.chat(state.model, messages, max_tokens, temperature), out)
         except ApiError as error:
             messages.pop()
-            out.print(f"\n{error.message}", style="red", markup=False)
+            out.print(f"\n{error.message}", style="red", markup=False, emoji=False)
             continue
         except KeyboardInterrupt:
             messages.pop()
@@ -113,11 +114,11 @@ def _turn(chunks: Iterator[dict[str, Any]], out: Console) -> tuple[str, str]:
         for choice in chunk.get("choices", ()):
             text = choice.get("delta", {}).get("content") or ""
             parts.append(text)
-            out.print(text, end="", markup=False, highlight=False)
+            out.print(text, end="", markup=False, highlight=False, emoji=False)
         if counted := chunk.get("usage"):
             cached = (counted.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
             usage = (
-                f"{counted['prompt_tokens']} tokens in ({cached} from the store),"
+                f"{counted['prompt_tokens']} tokens in ({cached} found in the store),"
                 f" {counted['completion_tokens']} out"
             )
     return "".join(parts), usage

@@ -39,8 +39,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,  # locals may hold keys
 )
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+out = Console(highlight=False, soft_wrap=True, emoji=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 ConfigPath = Annotated[
     Path, typer.Argument(help="Cluster file, e.g. configs/cluster/local.yaml.", show_default=False)

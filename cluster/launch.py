@@ -195,7 +195,9 @@ class Launch:
                 if state is not None:
                     _end_run_of(self.run, state, say)
                 reason = self._reason(state)
-                if self._leader.returncode == REFUSED and self._forget():
+                if self._leader.returncode != REFUSED:
+                    self._forget_store()
+                elif self._forget():
                     reason = state.error if state is not None else reason
                 raise LaunchError(reason)
             time.sleep(LOOK_EVERY_S)
@@ -212,6 +214,17 @@ class Launch:
             os.close(lock)
         remove_empty(self._made)
         return True
+
+    def _forget_store(self) -> None:
+        """Remove the store's folder if this launch made it: nobody was ever served from it, and its
+        segments take `store.ssd_bytes`. Logs and keys stay."""
+        if self.run.store_directory not in self._made:
+            return
+        with contextlib.suppress(FileNotFoundError):  # somebody removed the run itself
+            lock = lock_run(self.run)
+            if lock is not None:
+                shutil.rmtree(self.run.store_directory, ignore_errors=True)
+                os.close(lock)
 
     def _reason(self, state: RunState | None) -> str:
         if state is not None and state.error:

@@ -28,7 +28,13 @@ from headrace.cluster.store_steps import (
     show,
     stat_of,
 )
-from headrace.cluster.store_views import chains_table, findings_view, stat_view, trial_table
+from headrace.cluster.store_views import (
+    chains_table,
+    garbage_view,
+    stat_view,
+    trial_table,
+    walk_view,
+)
 from headrace.cluster.stores import economics, economics_values, find_target
 from headrace.core.errors import ConfigError
 from headrace.kvstore.layout import domain_tag
@@ -70,7 +76,7 @@ def stat(directory: Directory = None, name: Name = "", as_json: AsJson = False) 
         target = find_target(directory, name)
         values = stat_of(target)
         values["economics"] = economics_values(economics(target.run))
-        show(values, stat_view(values), as_json)
+        show(values, stat_view(values, not target.domains), as_json)
 
 
 @app.command()
@@ -85,7 +91,8 @@ def ls(
         target = find_target(directory, name)
         rows, total = chains_of(target, limit)
         shown = rows[:limit]
-        show({"chains": shown, "total": total}, chains_table(shown, total), as_json)
+        table = chains_table(shown, total, not target.domains)
+        show({"chains": shown, "total": total}, table, as_json)
 
 
 @app.command()
@@ -148,12 +155,12 @@ def gc(
             found = repair.find_garbage(files, wishes, step)
             if not dry_run:
                 repair.erase(files, found)
-            over = () if dry_run else repair.end_pins(target.directory, time.time())
+            over = repair.end_pins(target.directory, time.time(), dry_run=dry_run)
         values = findings_values(found) | {
             "pins_ended": [one.name for one in over],
             "dry_run": dry_run,
         }
-        show(values, findings_view(values, "would go" if dry_run else "removed"), as_json)
+        show(values, garbage_view(values), as_json)
 
 
 @app.command()
@@ -308,6 +315,6 @@ def _walk(
             else:
                 with open_files(target, what) as files:
                     values = findings_values(verb(files, step))
-        show(values, findings_view(values, done), as_json)
+        show(values, walk_view(values, done), as_json)
     if values["damaged"]:
         raise typer.Exit(1)

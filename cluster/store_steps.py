@@ -25,8 +25,8 @@ from headrace.kvstore.workshop.directory import StoreDirectory
 from headrace.kvstore.workshop.repair import Findings
 from headrace.kvstore.workshop.survey import Chain, Seen, chains, find_tip, plain, sums
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+out = Console(highlight=False, soft_wrap=True, emoji=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 _TIMES_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -43,7 +43,7 @@ def open_files(target: Target, what: str) -> StoreDirectory:
 def findings_values(found: Findings) -> dict[str, Any]:
     """As plain values, places included, up to 1,000 of them."""
     return {
-        "slots": found.slots,
+        "read": found.read,
         "objects": found.objects,
         "payload_bytes": found.payload_bytes,
         "damaged": found.damaged,
@@ -60,7 +60,7 @@ def live_findings(found: dict[str, int]) -> dict[str, Any]:
     """What a running store found, in the words of `findings_values`."""
     damaged = found["damaged"]
     return {
-        "slots": found["objects"] + damaged,
+        "read": found["objects"] + damaged,
         "objects": found["objects"],
         "payload_bytes": found["payload_bytes"],
         "damaged": damaged > 0,

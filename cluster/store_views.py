@@ -11,6 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.cluster.status import store_table
+from headrace.kvstore import Kind
+
+KINDS = {Kind.KV: "block", Kind.SWA: "window record", Kind.MM: "picture", Kind.STATE: "state"}
+TAGS = (
+    "domain: twelve hex digits are a tag, since a store keeps tags of domains, not names; with"
+    " --name the cluster's configuration says whose they are"
+)
 
 
 def size(n_bytes: float) -> str:
@@ -30,14 +37,17 @@ def age(written_at_s: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def sums_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def sums_table(rows: Sequence[Mapping[str, Any]], nameless: bool) -> RenderableType:
+    """`nameless`: nobody knew the names behind the tags of domains."""
+    if not rows:
+        return Text("nothing is stored")
     table = Table(title="objects", title_justify="left")
     for column in ("kind", "namespace", "domain", "objects", "in memory", "on disk", "bytes"):
         numbers = column not in ("kind", "namespace", "domain")
         table.add_column(column, justify="right" if numbers else "left")
     for row in rows:
         table.add_row(
-            row["kind"],
+            KINDS[Kind(row["kind"])],
             row["namespace"],
             row["domain"],
             f"{row['objects']:,}",
@@ -45,15 +55,19 @@ def sums_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['ssd_objects']:,}",
             size(row["payload_bytes"]),
         )
-    return table
+    return _with_note(table, nameless)
 
 
-def chains_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
+def chains_table(
+    rows: Sequence[Mapping[str, Any]], total: int, nameless: bool = False
+) -> RenderableType:
+    if not rows:
+        return Text("no chain is stored")
     note = (
         f"{len(rows)} of {total}, newest first" if len(rows) < total else f"{total}, newest first"
     )
     table = Table(title=f"chains: {note}", title_justify="left")
-    for column in ("tip", "domain", "namespace", "tokens", "windows", "bytes", "age", ""):
+    for column in ("tip", "domain", "namespace", "tokens", "windows", "bytes", "age", "whole"):
         numbers = column in ("tokens", "windows", "bytes", "age")
         table.add_column(column, justify="right" if numbers else "left")
     for row in rows:
@@ -65,12 +79,16 @@ def chains_table(rows: Sequence[Mapping[str, Any]], total: int) -> Table:
             str(row["windows"]),
             size(row["payload_bytes"]),
             age(row["written_at_s"]),
-            "" if row["whole"] else "[red]not whole[/]",
+            "yes" if row["whole"] else "[red]no[/]",
         )
-    return table
+    return _with_note(table, nameless)
 
 
-def stat_view(values: Mapping[str, Any]) -> RenderableType:
+def _with_note(table: Table, nameless: bool) -> RenderableType:
+    return Group(table, Text(TAGS)) if nameless else table
+
+
+def stat_view(values: Mapping[str, Any], nameless: bool = False) -> RenderableType:
     """What `stat` says, of a running store or of a directory."""
     parts: list[RenderableType] = []
     if values.get("store"):
@@ -83,7 +101,7 @@ def stat_view(values: Mapping[str, Any]) -> RenderableType:
                 f" {of['damaged']} with a damaged header"
             )
         )
-    parts.append(sums_table(values["sums"]))
+    parts.append(sums_table(values["sums"], nameless))
     parts.append(Text(f"chains: {values['chains']} (`headrace store ls`)"))
     parts += [Text(line) for line in _pins(values["pins"])]
     if values.get("economics"):
@@ -99,25 +117,52 @@ def _pins(pins: Mapping[str, Any]) -> Iterator[str]:
         yield f"pins hold {size(pins['held_bytes'])} of {size(pins['quota_bytes'])}"
 
 
-def _economics(of: Mapping[str, float]) -> str:
+def _economics(of: Mapping[str, Any]) -> str:
+    if not of["hits"]:
+        return "hits: no request found anything in the store yet"
+    found = (
+        f"hits: {of['hits']:,} requests found {of['found_tokens']:,} tokens in the store;"
+        f" {of['saved_rows']:,} rows not run"
+    )
+    if of["row_s"] is None:
+        again = f", {of['again_rows']:,} run twice" if of["again_rows"] else ""
+        return f"{found}{again}, {of['load_s']:.2f} s load and verify; row time not measured yet"
+    again = f", {of['replay_s']:.2f} s for {of['again_rows']:,} rows run twice"
     return (
-        f"hits: {of['saved_rows']:,} rows not run x {1000 * of['row_s']:.2f} ms ="
-        f" {of['saved_s']:.1f} s saved, less {of['load_s']:.1f} s load and verify,"
-        f" {of['replay_s']:.1f} s replay: {of['net_s']:+.1f} s"
+        f"{found} x {1000 * of['row_s']:.2f} ms = {of['saved_s']:.2f} s saved,"
+        f" less {of['load_s']:.2f} s load and verify{again if of['again_rows'] else ''}:"
+        f" {of['net_s']:+.2f} s"
     )
 
 
-def findings_view(values: Mapping[str, Any], verb: str) -> RenderableType:
-    """What `verify`, `scrub` and `gc` found."""
-    lines = [
-        f"{values['slots']:,} slots read, {values['objects']:,} objects sound"
+def walk_view(values: Mapping[str, Any], verb: str) -> RenderableType:
+    """What `verify` and `scrub` found."""
+    first = (
+        f"{values['read']:,} objects read, {values['objects']:,} sound"
         f" ({size(values['payload_bytes'])})"
+    )
+    return Text("\n".join([first, *_flaws(values, verb)]))
+
+
+def garbage_view(values: Mapping[str, Any]) -> RenderableType:
+    """What `gc` found; it reads headers only."""
+    dry = values["dry_run"]
+    kept = f"{values['objects']:,} stay ({size(values['payload_bytes'])})"
+    lines = [f"{values['read']:,} objects looked at, {kept}"]
+    lines += _flaws(values, "would go" if dry else "removed")
+    lines += [
+        f"pin {name}: its time is over{': would go' if dry else ': removed'}"
+        for name in values["pins_ended"]
     ]
+    if not values["flaws"] and not values["pins_ended"]:
+        lines.append("nothing to remove")
+    return Text("\n".join(lines))
+
+
+def _flaws(values: Mapping[str, Any], verb: str) -> Iterator[str]:
     if values["damaged_segments"]:
         numbers = ", ".join(map(str, values["damaged_segments"]))
-        lines.append(
-            f"segment {numbers}: damaged header; `headrace store rebuild-index` makes it anew"
-        )
+        yield f"segment {numbers}: damaged header; `headrace store rebuild-index` makes it anew"
     words = {
         "payload": "do not match their checksum",
         "unreadable": "cannot be read",
@@ -126,8 +171,7 @@ def findings_view(values: Mapping[str, Any], verb: str) -> RenderableType:
         "unwanted": "to go by their age, namespace or domain",
     }
     for flaw, count in values["flaws"].items():
-        lines.append(f"{count:,} {words[flaw]}{': ' + verb if verb else ''}")
-    return Text("\n".join(lines))
+        yield f"{count:,} {words[flaw]}{': ' + verb if verb else ''}"
 
 
 def trial_table(values: Mapping[str, Any]) -> Table:

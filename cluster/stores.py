@@ -100,11 +100,14 @@ def economics(run: RunDir | None) -> Economics | None:
 
 
 def economics_values(found: Economics | None) -> dict[str, Any] | None:
-    """As plain values, for JSON."""
+    """As plain values, for JSON. `row_s` is null while none is measured."""
     if found is None:
         return None
-    names: dict[str, Callable[[Economics], float]] = {
+    names: dict[str, Callable[[Economics], float | None]] = {
+        "hits": lambda e: e.hits,
+        "found_tokens": lambda e: e.found_tokens,
         "saved_rows": lambda e: e.saved_rows,
+        "again_rows": lambda e: e.again_rows,
         "row_s": lambda e: e.row_s,
         "saved_s": lambda e: e.saved_s,
         "load_s": lambda e: e.load_s,

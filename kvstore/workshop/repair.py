@@ -39,7 +39,7 @@ class Flaw(StrEnum):
 class Findings:
     """What a walk through a directory found. `flaws` names places with what is wrong there."""
 
-    slots: int = 0
+    read: int = 0  # slots that hold something; free ones are passed over
     objects: int = 0
     payload_bytes: int = 0  # read and verified
     damaged_segments: tuple[int, ...] = ()
@@ -58,11 +58,11 @@ def verify(directory: StoreDirectory, progress: Progress) -> Findings:
     """Read every object back and compare it with its header. Changes nothing."""
     found = Findings(damaged_segments=_damaged(directory))
     total = directory.n_slots
-    for place, header in directory.slots():
-        found.slots += 1
-        progress(found.slots, total)
+    for done, (place, header) in enumerate(directory.slots(), 1):
+        progress(done, total)
         if header is None:
             continue
+        found.read += 1
         size = header.facts.payload_bytes
         payload = directory.payload(place, size)
         if payload is None:
@@ -104,11 +104,11 @@ def find_garbage(directory: StoreDirectory, wishes: Wishes, progress: Progress) 
     found = Findings(damaged_segments=_damaged(directory))
     objects: dict[bytes, tuple[DiskPlace, SlotHeader]] = {}
     total = directory.n_slots
-    for place, header in directory.slots():
-        found.slots += 1
-        progress(found.slots, total)
+    for done, (place, header) in enumerate(directory.slots(), 1):
+        progress(done, total)
         if header is None:
             continue
+        found.read += 1
         older = objects.get(key_of(header))
         if older is not None:
             found.flaws.append((older[0], Flaw.DUPLICATE, older[1].facts.payload_bytes))
@@ -174,11 +174,12 @@ def pinned_digests(directory: StoreDirectory) -> set[tuple[bytes, bytes]]:
     return held
 
 
-def end_pins(path: Path, now_s: float) -> tuple[Pin, ...]:
-    """Take the pins whose time is over out of the directory's list; which they were."""
+def end_pins(path: Path, now_s: float, *, dry_run: bool = False) -> tuple[Pin, ...]:
+    """Take the pins whose time is over out of the directory's list, unless `dry_run`; which they
+    are."""
     pins = read_pins(path)
     over = tuple(pin for pin in pins if pin.expires_at_s <= now_s)
-    if over:
+    if over and not dry_run:
         write_pins(path, [pin for pin in pins if pin not in over])
     return over
 

@@ -181,6 +181,39 @@ def test_chat_attaches_a_picture_to_one_message(
     assert second == [{"role": "user", "content": "and now"}]  # the refused turn is forgotten
 
 
+def test_chat_shows_text_as_it_came_and_what_was_found(
+    failed_run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "I :smile: [bold]at[/] :cat:"
+    chunk = {"choices": [{"delta": {"content": said}}]}
+    usage = {"prompt_tokens": 145, "prompt_tokens_details": {"cached_tokens": 128}}
+    last = {"choices": [], "usage": usage | {"completion_tokens": 8}}
+    lines = [f"data: {json.dumps(one)}\n\n" for one in (chunk, last)] + ["data: [DONE]\n\n"]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write("".join(lines).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n"))
+    out = Console(file=io.StringIO(), width=200, record=True)
+    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.handle_request)
+        thread.start()
+        failed_run.write_state(state(Phase.READY, url=f"http://127.0.0.1:{http.server_port}"))
+        converse(failed_run, out, system="", max_tokens=4)
+        thread.join()
+    shown = out.export_text()
+    assert said in shown
+    assert "145 tokens in (128 found in the store), 8 out" in shown
+
+
 def test_chat_sends_messages_and_no_mistyped_command(
     server: tuple[str, list[Any]], failed_run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,40 @@ def test_a_refused_start_keeps_the_folder_of_earlier_runs(short_temp: Path) -> N
     assert run.api_key("local") == key
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("known", [False, True])
+def test_a_failed_start_takes_back_the_disk_space_that_it_took(
+    known: bool, short_temp: Path
+) -> None:
+    """The store makes its segments, then finds the port of its metrics taken."""
+    run = RunDir(short_temp, "plain")
+    mark = run.store_directory / "mark"
+    if known:  # a store of an earlier run
+        run.create()
+        mark.write_text("")
+    path = write(run, 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        values = yaml.safe_load(path.read_text())
+        values["store"]["metrics_port"] = port = taken.getsockname()[1]
+        values |= {"processes": "one", "pools": {"decode": 1}}
+        path.write_text(yaml.safe_dump(values))
+        done = subprocess.run(
+            [HEADRACE, "up", str(path)],
+            env={**os.environ, "HEADRACE_HOME": str(short_temp), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+    assert done.returncode == 1
+    assert f"metrics_port: port {port} of 127.0.0.1 cannot be had" in done.stderr
+    state = run.read_state()
+    assert state is not None and state.phase == "failed" and run.logs.exists()
+    assert mark.exists() == known
+    made = sum(file.stat().st_size for file in run.store_directory.glob("segment-*"))
+    assert made == (32 << 20 if known else 0)  # so the segments were made in both cases
+    assert run.store_directory.exists() == known
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -12,11 +12,13 @@ from typer.testing import CliRunner
 
 from headrace.cluster.cli import app
 from headrace.cluster.reading import read_record
+from headrace.cluster.store_views import stat_view
 from headrace.core.deployment import Deployment
 from headrace.core.errors import ConfigError
 from headrace.core.ids import Digest
 from headrace.core.role import RoleSettings
 from headrace.kvstore import Kind, StoreClient, StoreSettings, run_store
+from headrace.kvstore.layout import domain_tag
 from headrace.kvstore.policy import DomainShare
 
 DIGESTS = [Digest(hashlib.sha256(b"%d" % n).digest()) for n in range(4)]
@@ -80,23 +82,60 @@ def test_stat_and_ls_say_what_is_there(directory):
     listed = values("ls", directory)
     (chain,) = listed["chains"]
     assert chain["tip"] == DIGESTS[3].hex() and chain["tokens"] == 512 and chain["whole"]
-    assert "12.0 kB" in run("stat", directory)
-    assert DIGESTS[3].hex()[:16] in run("ls", directory)
+    said = run("stat", directory)
+    assert "12.0 kB" in said and "│ block │" in said and "kv" not in said
+    listed = run("ls", directory)
+    assert DIGESTS[3].hex()[:16] in listed and "┃ whole ┃" in listed and "│ yes   │" in listed
+    for output in (said, listed):  # a directory knows no names
+        assert domain_tag("gold").hex()[:12] in output
+        assert "keeps tags of domains, not names" in output
+
+
+def account(**values: float | None) -> dict[str, float | None]:
+    row_s: dict[str, float | None] = {"row_s": None}
+    return dict.fromkeys(("hits", "found_tokens", "saved_rows", "again_rows"), 0) | row_s | values
+
+
+@pytest.mark.parametrize(
+    ("of", "sentence"),
+    [
+        (account(), "hits: no request found anything in the store yet"),
+        (
+            account(hits=2, found_tokens=256, load_s=0.014),
+            "hits: 2 requests found 256 tokens in the store; 0 rows not run,"
+            " 0.01 s load and verify; row time not measured yet",
+        ),
+        (
+            account(hits=3, found_tokens=1408, saved_rows=1000, again_rows=24, row_s=0.002)
+            | {"saved_s": 2.0, "load_s": 0.375, "replay_s": 0.048, "net_s": 1.577},
+            "hits: 3 requests found 1,408 tokens in the store; 1,000 rows not run x 2.00 ms ="
+            " 2.00 s saved, less 0.38 s load and verify, 0.05 s for 24 rows run twice: +1.58 s",
+        ),
+    ],
+)
+def test_what_is_said_of_hits(of, sentence):
+    pins = {"pins": []}
+    shown = stat_view({"sums": [], "chains": 0, "pins": pins, "economics": of})
+    assert str(shown.renderables[-1]) == sentence
 
 
 def test_damage_ends_with_1_until_it_is_scrubbed(directory):
     assert values("verify", directory)["objects"] == 4
+    assert "4 objects read, 4 sound (12.0 kB)" in run("verify", directory)
+    assert "4 objects looked at, 4 stay (12.0 kB)\nnothing to rem" in run("gc", directory)
     path = directory / "segment-000000.seg"
     data = bytearray(path.read_bytes())
     data[4096 + SLOT + 9] ^= 1
     path.write_bytes(data)
     found = values("verify", directory, status=1)
-    assert found["flaws"] == {"payload": 1}
+    assert found["flaws"] == {"payload": 1} and (found["read"], found["objects"]) == (4, 3)
     assert found["places"] == [{"segment": 0, "slot": 1, "flaw": "payload", "bytes": 3000}]
     assert "1 do not match their checksum: removed" in run("scrub", directory, status=1)
     assert values("verify", directory)["objects"] == 3
     # what hung on it is garbage now
     assert values("gc", directory, "--dry-run")["flaws"] == {"orphan": 2}
+    said = run("gc", directory, "--dry-run")
+    assert "2 hang on blocks that are not stored: would go" in said and "nothing" not in said
     assert values("gc", directory)["flaws"] == {"orphan": 2}
     assert values("gc", directory)["flaws"] == {}
     assert values("verify", directory)["objects"] == 1
@@ -108,6 +147,8 @@ def test_a_chain_goes_out_and_comes_back(directory, tmp_path):
     assert (sent["objects"], sent["payload_bytes"]) == (4, 12_000)
     assert values("gc", directory, "--domain", "gold")["flaws"] == {"unwanted": 4}
     assert values("ls", directory)["chains"] == []
+    assert run("ls", directory) == "no chain is stored\n"
+    assert "nothing is stored\n" in run("stat", directory)
     got = values("import", file, directory)
     assert (got["written"], got["known"], got["no_room"]) == (4, 0, 0)
     assert values("verify", directory)["objects"] == 4

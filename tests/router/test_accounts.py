@@ -41,6 +41,7 @@ async def test_the_record_and_the_scrape_count_rows_really_run(rigs: Any) -> Non
         scrape = (await rig.client.get("/metrics")).text
         assert 'headrace_hit_tokens_total{tier="host"} 128.0' in scrape
         assert "headrace_saved_rows_total 121.0" in scrape
+        assert f"headrace_hits_saved_seconds {121 * 0.25 / 472}" in scrape
         assert 'headrace_rows_total{half="encoder",pool="prefill"} 472.0' in scrape
 
 
@@ -49,3 +50,18 @@ def test_rows_that_ran_twice_are_no_negative_savings() -> None:
     record.finish, record.saved_rows = "stop", -104
     meters.take(record)
     assert b"headrace_saved_rows_total 0.0" in meters.scrape()
+
+
+def test_the_scrape_prices_rows_not_run_and_not_tokens_found() -> None:
+    meters = Meters()
+    for prefill_rows, hits, saved in ((500, {}, 0), (0, {"host": 128}, 0), (0, {"ssd": 640}, 500)):
+        record = RequestRecord("r", "t", "d", "chat", 0.0, prefill_rows=prefill_rows)
+        record.finish, record.hit_tokens, record.saved_rows = "stop", hits, saved
+        record.stage("prefill_s", 1.0 if prefill_rows else 0.0)
+        record.stage("load_s", 0.25)
+        meters.take(record)
+    scrape = meters.scrape().decode()
+    assert "headrace_hits_saved_seconds 1.0\n" in scrape
+    assert 'headrace_hits_spent_seconds{part="load"} 0.5\n' in scrape
+    assert 'headrace_hits_spent_seconds{part="replay"} 0.0\n' in scrape
+    assert "headrace_hits_net_seconds 0.5\n" in scrape

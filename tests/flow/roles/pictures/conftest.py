@@ -105,6 +105,11 @@ class Service:
     def rows(self) -> int:
         return int(self.cluster.prefill.driver.stats.encoder_rows_total)
 
+    def encoder_rows(self) -> int:
+        """Of all engines, decode's included."""
+        drivers = [role.driver for role in (self.cluster.prefill, *self.cluster.decodes)]
+        return sum(int(driver.stats.encoder_rows_total) for driver in drivers)
+
     def prompt(self, body: dict[str, Any]) -> tuple[TokenIds, tuple[ImageSpan, ...], list[bytes]]:
         messages = json.loads(json.dumps(body["messages"]))
         files = open_files(take_urls(messages), ImageLimits())

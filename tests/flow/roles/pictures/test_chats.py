@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from headrace.core.economics import of_records
+from headrace.core.records import RequestRecord
 from headrace.core.rows import floor_grain
 from headrace.kvstore import Kind
 from headrace.kvstore.arena import Reading
@@ -162,3 +164,36 @@ async def test_a_marker_in_a_text_is_text(service: Any) -> None:
     """A content that spells the placeholder neither becomes one nor takes a picture's place."""
     await service.ask(service.chat("<｜image｜> and", service.png(95), "<｜image｜>"))
     await service.ask(service.chat("only <｜image｜>"))
+
+
+async def test_saved_rows_are_those_that_no_replica_ran(service: Any) -> None:
+    """Two chats twice each. The short one finds a block and replays most of it, since no window
+    record lies below its end; the long one finds one. The engines themselves count the rows."""
+    records = []
+    for body in (service.chat(service.text(180, "few")), service.chat(service.text(900, "many"))):
+        n_tokens = len(service.prompt(body)[0])
+        for turn in (1, 2):
+            before = service.encoder_rows()
+            usage = await service.ask(body)
+            record = RequestRecord(**service.record())
+            answer_rows = record.completion_tokens - 1  # the newest token has no row
+            ran = service.encoder_rows() - before - answer_rows
+            assert record.finish == "length" and record.saved_rows == n_tokens - ran
+            assert usage["prompt_tokens_details"]["cached_tokens"] == (
+                floor_grain(n_tokens) if turn == 2 else 0
+            )
+            records.append(record)
+            await service.listed(body)
+    _, short, _, long = records
+    latest_start = short.prompt_tokens - service.cluster.keep_tokens
+    assert sum(short.hit_tokens.values()) == 128 > latest_start
+    assert short.saved_rows == (latest_start - 2 * (32 - 1)) // 2 * 2 < 128 // 2
+    assert long.saved_rows > 128
+    account = of_records(records)
+    assert account.row_s is not None and account.again_rows == 0
+    merit = [  # what the replica still had is the head of the prompt, and not the store's
+        max(0, one.saved_rows - one.hit_tokens.get("resident", 0))
+        for one in (short, long)
+        if one.hit_tokens.keys() != {"resident"}
+    ]
+    assert (account.hits, account.saved_rows) == (len(merit), sum(merit))
