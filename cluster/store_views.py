@@ -119,9 +119,10 @@ def _pins(pins: Mapping[str, Any]) -> Iterator[str]:
 
 def _economics(of: Mapping[str, Any]) -> str:
     if not of["hits"]:
-        return "hits: no request found anything in the store yet"
+        return "hits: none in the store yet (what a replica still had itself is not counted)"
+    requests = "1 request" if of["hits"] == 1 else f"{of['hits']:,} requests"
     found = (
-        f"hits: {of['hits']:,} requests found {of['found_tokens']:,} tokens in the store;"
+        f"hits: {requests} found {of['found_tokens']:,} tokens in the store;"
         f" {of['saved_rows']:,} rows not run"
     )
     if of["row_s"] is None:

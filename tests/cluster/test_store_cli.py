@@ -99,10 +99,13 @@ def account(**values: float | None) -> dict[str, float | None]:
 @pytest.mark.parametrize(
     ("of", "sentence"),
     [
-        (account(), "hits: no request found anything in the store yet"),
         (
-            account(hits=2, found_tokens=256, load_s=0.014),
-            "hits: 2 requests found 256 tokens in the store; 0 rows not run,"
+            account(),
+            "hits: none in the store yet (what a replica still had itself is not counted)",
+        ),
+        (
+            account(hits=1, found_tokens=128, load_s=0.014),
+            "hits: 1 request found 128 tokens in the store; 0 rows not run,"
             " 0.01 s load and verify; row time not measured yet",
         ),
         (
