@@ -173,10 +173,13 @@ def export(
     namespace: Annotated[
         str, typer.Option(help="Needed if there are chains of several: 64 hex digits.")
     ] = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the file if it is there.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write chains with their window records into one file, to be imported by a store with the same
-    salt and model."""
+    """Write chains with their window records into one file (mode 600), to be imported by a store
+    with the same salt and model. Not into a store's directory."""
     with said():
         target = find_target(directory, name)
         with open_files(target, "export") as files:
@@ -189,6 +192,7 @@ def export(
                     [bytes.fromhex(row.tip) for row in picked],
                     file,
                     step,
+                    force=force,
                 )
         values = {
             "file": str(file),

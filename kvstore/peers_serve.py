@@ -29,7 +29,11 @@ from headrace.kvstore.settings import Kind
 from headrace.kvstore.state import StoreState
 
 log = logging.getLogger(__name__)
-_CONNECTIONS = 64  # of all stores together; one more is closed at once
+_CONNECTIONS = 64  # of all stores together; one more is closed at its first message
+# Who has not shown the cluster's token yet is a stranger: few of them, and not for long, so that
+# nobody without the token keeps a store out. One more takes the place of the oldest.
+_STRANGERS = 16
+_FIRST_FRAME_S = 3.0
 _HOLD_S = 30.0  # longest wait for this store's own loop
 
 
@@ -56,6 +60,9 @@ class PeerServer:
         self._listening: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._sockets: dict[PeerSocket, threading.Thread] = {}
+        self._strangers: dict[PeerSocket, None] = {}  # oldest first
+        self._known: set[PeerSocket] = set()
+        self._standing = threading.Lock()  # of the two before
         self._loop: asyncio.AbstractEventLoop | None = None
         self.sent = 0  # objects
         self.sent_bytes = 0
@@ -73,7 +80,7 @@ class PeerServer:
         try:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             made.bind((host, port))
-            made.listen(_CONNECTIONS)
+            made.listen(_CONNECTIONS + _STRANGERS)
         except OSError as error:
             made.close()
             raise ConfigError(f"peer_listen: {address} cannot be had ({error.strerror})") from None
@@ -105,22 +112,48 @@ class PeerServer:
                 log.warning("a store could not be let in: %s", error.strerror)
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._sockets) >= _CONNECTIONS:
-                self.refused += 1
-                sock.close()
-                continue
             peer = PeerSocket(sock, self._token, self._limits)
+            with self._standing:
+                oldest = next(iter(self._strangers), None)
+                full = len(self._strangers) >= _STRANGERS
+                self._strangers[peer] = None
+            if full and oldest is not None:
+                self._turn_away(oldest)
+            loop.call_later(_FIRST_FRAME_S, self._turn_away, peer)
             thread = threading.Thread(
                 target=self._serve, args=(peer,), name="store-peer", daemon=True
             )
             self._sockets[peer] = thread
             thread.start()
 
+    def _turn_away(self, peer: PeerSocket) -> None:
+        """End a connection, unless it has shown the token meanwhile."""
+        with self._standing:
+            stranger = peer in self._strangers
+            self._strangers.pop(peer, None)
+        if stranger:
+            self.refused += 1
+            peer.abort()
+
+    def _let_in(self, peer: PeerSocket) -> None:
+        """Count who showed the token among the known. Raises `WireError` when they are too many,
+        `PeerGone` for one that was turned away just now."""
+        with self._standing:
+            if peer in self._known:
+                return
+            if peer not in self._strangers:
+                raise PeerGone("turned away")
+            del self._strangers[peer]
+            if len(self._known) >= _CONNECTIONS:
+                raise WireError(f"at most {_CONNECTIONS} connections of other stores")
+            self._known.add(peer)
+
     def _serve(self, peer: PeerSocket) -> None:
         # In a thread of its own, until the connection ends.
         assert self._loop is not None
         try:
             while (message := peer.receive(idle=True)) is not None:
+                self._let_in(peer)
                 if isinstance(message, Fetch):
                     refuse_odd_fetch(message)
                     self._answer(peer, message)
@@ -138,6 +171,9 @@ class PeerServer:
         except Exception:
             log.exception("serving another store failed")
         finally:
+            with self._standing:
+                self._strangers.pop(peer, None)
+                self._known.discard(peer)
             peer.close()
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._sockets.pop, peer, None)

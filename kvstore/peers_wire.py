@@ -22,9 +22,14 @@ from headrace.core.frames import FrameCodec
 from headrace.core.limits import WireLimits
 from headrace.core.link import parse_address
 from headrace.core.wire import MessageTable
+from headrace.kvstore.layout import HEADER_BYTES
 from headrace.kvstore.settings import Kind
 
 MOST_OBJECTS = 256  # of one Fetch
+# The largest frames that either end has a use for; a peer that announces more is refused before
+# anything is set aside for it. 256 bytes are room for a message's other fields.
+ASK_BYTES = MOST_OBJECTS * 32 + 256
+OFFER_BYTES = MOST_OBJECTS * (1 + HEADER_BYTES) + 256
 _VIEWS = 512  # of one sendmsg; the kernel takes 1,024
 _BUFFER_BYTES = 512 << 10
 
@@ -68,9 +73,13 @@ class PeerGone(Exception):
 class PeerSocket:
     """One connected TCP socket. Used by one thread at a time, except `abort`."""
 
-    def __init__(self, sock: socket.socket, token: str, limits: WireLimits) -> None:
+    def __init__(
+        self, sock: socket.socket, token: str, limits: WireLimits, most_bytes: int = ASK_BYTES
+    ) -> None:
+        """`most_bytes`: of a frame that is received."""
         self._sock = sock
-        self._codec = FrameCodec(token, limits.frame_bytes)
+        self._out = FrameCodec(token, limits.frame_bytes)
+        self._in = FrameCodec(token, min(most_bytes, limits.frame_bytes))
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for name in (socket.SO_RCVBUF, socket.SO_SNDBUF):
@@ -90,11 +99,11 @@ class PeerSocket:
             made = socket.create_connection((host, port), timeout=limits.connect_s)
         except (OSError, ConfigError) as error:
             raise PeerGone(f"no answer ({type(error).__name__})") from None
-        return PeerSocket(made, token, limits)
+        return PeerSocket(made, token, limits, OFFER_BYTES)
 
     def send(self, message: Any, payloads: Sequence[memoryview] = ()) -> None:
         """Send a message and what follows it. Raises `PeerGone`."""
-        frame = self._codec.encode(PEER_MESSAGES.encode(message))
+        frame = self._out.encode(PEER_MESSAGES.encode(message))
         views = [memoryview(frame), *payloads]
         try:
             while views:
@@ -114,9 +123,9 @@ class PeerSocket:
         if idle:
             self._limit(socket.SO_RCVTIMEO, self._silent_s)
         self._fill(head[1:3])
-        self._codec.check_start(bytes(head[:3]))  # what is no frame is told by its first bytes
+        self._in.check_start(bytes(head[:3]))  # what is no frame is told by its first bytes
         self._fill(head[3:])
-        body = bytearray(self._codec.payload_bytes(bytes(head)))
+        body = bytearray(self._in.payload_bytes(bytes(head)))
         self._fill(memoryview(body))
         return PEER_MESSAGES.decode(bytes(body))
 

@@ -30,6 +30,7 @@ from headrace.kvstore.layout import (
 )
 from headrace.kvstore.objects import DiskPlace
 from headrace.kvstore.scan import scan_headers
+from headrace.kvstore.segment_names import MAX_SEGMENTS, segment_name, segment_paths
 from headrace.kvstore.settings import Kind, StoreSettings
 from headrace.kvstore.slot_io import (
     SlotMove,
@@ -42,8 +43,6 @@ from headrace.kvstore.slot_io import (
 
 log = logging.getLogger(__name__)
 _SCAN_BYTES = 1 << 20
-SEGMENT_GLOB = "segment-*.seg"
-MAX_SEGMENTS = 1_000_000  # six digits in a name
 
 
 class Segment:
@@ -129,7 +128,7 @@ class SegmentFiles:
     def _refuse_more_than_free(self, directory: Path, count: int) -> None:
         size = self._settings.segment_bytes
         last = segment_name(count - 1)
-        there = [path for path in directory.glob(SEGMENT_GLOB) if path.name <= last]
+        there = [path for path in segment_paths(directory) if path.name <= last]
         missing = count * size - sum(min(size, taken_bytes(path)) for path in there)
         free = self._calls.free_bytes(directory)
         if missing > free:
@@ -204,7 +203,7 @@ class SegmentFiles:
         return last
 
     def _remove_surplus(self, directory: Path, count: int) -> None:
-        for path in sorted(directory.glob(SEGMENT_GLOB)):
+        for path in segment_paths(directory):
             if path.name not in {segment_name(number) for number in range(count)}:
                 log.warning("removed %s: ssd_bytes became smaller", path.name)
                 self._calls.unlink(path)
@@ -375,10 +374,6 @@ def _give_back(before: dict[Path, int | None]) -> None:
             path.unlink(missing_ok=True)
         elif now is not None and now > length:
             os.truncate(path, length)
-
-
-def segment_name(number: int) -> str:
-    return f"segment-{number:06d}.seg"
 
 
 def _placed(header: SlotHeader, place: DiskPlace) -> SlotHeader:

@@ -23,7 +23,7 @@ from headrace.kvstore.layout import (
     checksum,
 )
 from headrace.kvstore.records import IndexRecord
-from headrace.kvstore.segments import SEGMENT_GLOB, segment_name
+from headrace.kvstore.segment_names import segment_name, segment_paths
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class SharedFolder:
     def uid(self) -> bytes:
         """The id of the store that owns it; empty as long as it has written nothing."""
         if not self._uid:
-            for path in sorted(self._path.glob(SEGMENT_GLOB)):
+            for path in segment_paths(self._path):
                 with contextlib.suppress(OSError), self._opened(path) as descriptor:
                     header = self._segment_header(descriptor)
                     if header is not None:

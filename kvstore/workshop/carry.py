@@ -22,6 +22,7 @@ from headrace.kvstore.workshop.shipping import (
     FileRefused,
     PrefixFile,
     Progress,
+    check_target,
     read_objects,
     salt_mark,
     verify_file,
@@ -38,11 +39,16 @@ def export_chains(
     tips: Sequence[bytes],
     path: Path,
     progress: Progress,
+    *,
+    force: bool = False,
 ) -> PrefixFile:
-    """Write whole chains of one namespace, with the window records on them, into a new file.
+    """Write whole chains of one namespace, with the window records on them, into a new file, or
+    with `force` in place of an older one.
 
-    Blocks that chains share stand once. Raises `FileRefused` for a tip whose chain is not whole
-    and for an object that does not verify: a file is complete or not there."""
+    Blocks that chains share stand once. Raises `FileRefused` for a tip whose chain is not whole,
+    for an object that does not verify, and where no file may be written (`check_target`): a file is
+    complete or not there."""
+    check_target(path, force=force)
     wanted = _with_windows(directory.objects(), namespace, tips)
     payload_bytes = sum(header.facts.payload_bytes for _, header in wanted)
     about = PrefixFile(
@@ -59,7 +65,7 @@ def export_chains(
                 )
             yield header, payload
 
-    write_file(path, objects(), about, progress)
+    write_file(path, objects(), about, progress, force=force)
     return about
 
 

@@ -20,7 +20,7 @@ from headrace.kvstore.layout import (
     SlotHeader,
 )
 from headrace.kvstore.objects import DiskPlace
-from headrace.kvstore.segments import SEGMENT_GLOB
+from headrace.kvstore.segment_names import segment_name, segment_paths
 
 
 class DirectoryBusy(HeadraceError):
@@ -53,9 +53,9 @@ class StoreDirectory:
     def __init__(self, path: Path, calls: FileCalls | None = None) -> None:
         self.path = path
         self._calls = calls or FileCalls()
-        names = sorted(path.glob(SEGMENT_GLOB)) if path.is_dir() else []
+        names = segment_paths(path)
         if not names:
-            raise ConfigError(f"there is no store in {path}: no file {SEGMENT_GLOB}")
+            raise ConfigError(f"there is no store in {path}: no file like {segment_name(0)}")
         try:
             self._lock = lock_directory(str(path), self._calls)
         except ConfigError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ import xxhash
 from headrace.core.errors import HeadraceError
 from headrace.kvstore.layout import HEADER_BYTES, SlotHeader, checksum
 from headrace.kvstore.records import ARENA_SEGMENT
+from headrace.kvstore.salts import SALT_BYTES
+from headrace.kvstore.segment_names import segment_paths
 from headrace.kvstore.settings import Kind
 
 VERSION = 1
@@ -58,11 +61,13 @@ class PrefixFile:
 def salt_mark(directory: Path) -> bytes:
     """A digest of a store's salt. Digests of blocks begin with the salt of their cache domain, so a
     chain from a store with another salt would never be found: marks must be equal. Raises
-    `FileRefused` when there is no salt."""
+    `FileRefused` when there is no whole salt."""
     try:
         salt = (directory / "salt").read_bytes()
     except OSError as error:
         raise FileRefused(f"{directory / 'salt'} cannot be read ({error.strerror})") from None
+    if len(salt) != SALT_BYTES:
+        raise FileRefused(f"{directory / 'salt'} must hold {SALT_BYTES} bytes, has {len(salt)}")
     return hashlib.sha256(b"headrace salt mark" + salt).digest()
 
 
@@ -71,14 +76,18 @@ def write_file(
     objects: Iterable[tuple[SlotHeader, bytes | bytearray | memoryview]],
     about: PrefixFile,
     progress: Progress,
+    *,
+    force: bool = False,
 ) -> None:
-    """Write a prefix file, whole or not at all. `objects` come heads before tails, as many as
-    `about` says. Raises `OSError`, and `FileRefused` when the count is another."""
+    """Write a prefix file (mode 600), whole or not at all. `objects` come heads before tails, as
+    many as `about` says. Raises `OSError`, and `FileRefused` when the count is another or
+    `check_target` refuses."""
+    check_target(path, force=force)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     total = xxhash.xxh3_64()
     done = 0
     try:
-        with open(temporary, "xb") as out:
+        with open(temporary, "xb", opener=_private) as out:
 
             def put(data: bytes | bytearray | memoryview) -> None:
                 total.update(data)
@@ -96,9 +105,42 @@ def write_file(
             out.write(_TRAILER.pack(_TRAILER_MAGIC, 0, done, total.intdigest()))
             out.flush()
             os.fsync(out.fileno())
+        check_target(path, force=force)  # writing takes minutes
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_target(path: Path, *, force: bool) -> None:
+    """Refuse to write a prefix file over what is none: raises `FileRefused` inside a store's
+    directory, for anything but a regular file, and, without `force`, for a file that is there."""
+    folder = path.parent.resolve()
+    for above in (folder, *folder.parents):
+        if is_store(above):
+            raise FileRefused(
+                f"{path} lies in the store {above}, whose files it could replace: export to a"
+                " folder outside of it"
+            )
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        raise FileRefused(f"{path} is there and no regular file: export to another name")
+    if not force:
+        raise FileRefused(f"{path} is there; --force replaces it")
+
+
+def is_store(folder: Path) -> bool:
+    """Whether a folder has files of a store in it."""
+    try:
+        return bool(segment_paths(folder))
+    except OSError:
+        return False  # not ours to read, so no store of ours
+
+
+def _private(name: str, flags: int) -> int:
+    return os.open(name, flags, 0o600)  # stored prompts are in it
 
 
 def read_header(path: Path) -> PrefixFile:

@@ -26,6 +26,7 @@ from headrace.kvstore.workshop.shipping import Progress
 
 _BATCH = 16
 _STAGES = 5
+_LEAST_BLOCK_BYTES = 1024
 _WINDOW_BYTES = 4096
 _LEASE = JobKey(RequestId("trial"), 0)
 
@@ -47,7 +48,9 @@ class Trial:
 
 def run_trial(folder: Path, blocks: int, block_bytes: int, progress: Progress) -> Trial:
     """Measure in a new folder under `folder`, which is removed afterwards. Raises `ConfigError`
-    when memory or disk have not the room."""
+    when memory or disk have not the room, or blocks are so small that headers are measured."""
+    if block_bytes < _LEAST_BLOCK_BYTES:
+        raise ConfigError(f"block_bytes must be at least {_LEAST_BLOCK_BYTES}, got {block_bytes}")
     size = slot_bytes(block_bytes) * blocks
     if size * 3 > shutil.disk_usage(folder).free:
         raise ConfigError(f"{folder} must have {3 * size} bytes free for {blocks} blocks")

@@ -181,16 +181,20 @@ def test_a_lost_header_comes_back(directory):
         (["export", "F", "DIR", "--tip", "0000"], "--tip 0000: none of the whole chains"),
         (["import", "/nowhere/f", "DIR"], "/nowhere/f cannot be read (No such file"),
         (["bench", "/nowhere"], "/nowhere is no folder"),
+        (["export", "DIR/segment-000000.seg", "DIR", "--all"], "lies in the store"),
     ],
 )
 def test_refusals_are_one_sentence(directory, tmp_path, words, sentence):
     here = {"DIR": str(directory), "F": str(tmp_path / "f")}
-    output = run(*(here.get(word, word) for word in words), status=2)
+    words = [here.get(word, word).replace("DIR/", f"{directory}/") for word in words]
+    output = run(*words, status=2)
     assert sentence in output.replace("\n", " ")
     assert "Traceback" not in output
 
 
 def test_the_bench_leaves_nothing_behind(tmp_path):
+    small = run("bench", tmp_path, "--block-bytes", 1023, status=2)
+    assert "block_bytes must be at least 1024, got 1023" in small
     found = values("bench", tmp_path, "--blocks", 32, "--block-bytes", 3000)
     assert found["blocks"] == 32
     rates = ("bare_write", "bare_read", "put_host", "put_ssd", "get_host", "get_ssd")

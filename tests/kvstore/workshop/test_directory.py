@@ -11,6 +11,7 @@ from headrace.core.errors import ConfigError
 from headrace.kvstore import Kind
 from headrace.kvstore.layout import SegmentHeader, domain_tag
 from headrace.kvstore.pins import Pin, read_pins, write_pins
+from headrace.kvstore.segment_names import segment_name
 from headrace.kvstore.workshop import repair
 from headrace.kvstore.workshop.directory import DirectoryBusy, StoreDirectory
 from headrace.kvstore.workshop.survey import Seen, chains, find_tip, sums
@@ -157,3 +158,23 @@ async def test_a_lost_segment_header_is_made_anew_from_its_slots(filled, rig, th
         assert files.objects() == before
         assert not repair.verify(files, no_progress).damaged
     assert len(await readable(rig, things, (0, 1, 2, 3, 4, 10, 11))) == 7
+
+
+@pytest.mark.parametrize("stranger", ["segment-abcdef.seg", "segment-1.seg", "segment-٠٠٠٠٠١.seg"])
+async def test_a_file_that_is_only_named_alike_is_left_alone(
+    filled, rig, things, no_progress, caplog, stranger
+):
+    (filled / stranger).write_bytes((filled / "segment-000001.seg").read_bytes())
+    with StoreDirectory(filled) as files:
+        assert repair.verify(files, no_progress).objects == 8
+        assert stranger not in {segment_name(s.number) for s in files.segments}
+    (said,) = [r.getMessage() for r in caplog.records if stranger in r.getMessage()]
+    assert "left alone" in said
+    assert await readable(rig, things, (0, 1, 2, 3, 4, 10, 11)) == [0, 1, 2, 3, 4, 10, 11]
+    assert (filled / stranger).exists()
+    (filled / stranger).rename(filled.parent / stranger)
+    for path in filled.glob("segment-*"):
+        path.unlink()
+    (filled.parent / stranger).rename(filled / stranger)
+    with pytest.raises(ConfigError, match="there is no store in"):
+        StoreDirectory(filled)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -26,8 +28,6 @@ def shipped(filled, things, tmp_path, no_progress):
 @pytest.fixture
 async def other(rig, filled, home, settings_for):
     """An empty store's directory with the same salt."""
-    from pathlib import Path
-
     target = Path(home) / "other"
     target.mkdir(mode=0o700)
     shutil.copy2(filled / "salt", target / "salt")
@@ -185,3 +185,62 @@ async def test_an_import_fills_free_slots_heads_first_and_pushes_nothing_out(
         assert blocks == {things.digest(n) for n in (*range(100, 108), 0, 1, 2, 3)}
         for place, header in files.objects().values():
             assert checksum(files.payload(place, 3000)) == header.checksum
+
+
+def test_an_export_replaces_no_segment_no_device_and_no_file_unasked(
+    filled, things, tmp_path, no_progress
+):
+    def export(files: StoreDirectory, path, **options) -> None:
+        tips = [things.digest(4)]
+        carry.export_chains(files, things.namespace, tips, path, no_progress, **options)
+
+    before = {path.name: path.read_bytes() for path in filled.iterdir()}
+    (filled / "below").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(filled)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    pointer = tmp_path / "pointer.hrpx"
+    pointer.symlink_to(filled / "segment-000000.seg")
+    older = tmp_path / "older.hrpx"
+    older.write_bytes(b"mine")
+    with StoreDirectory(filled) as files:
+        inside = ["segment-000000.seg", "salt", "new.hrpx", "below/new.hrpx"]
+        for path in [folder / name for folder in (filled, link) for name in inside]:
+            for force in (False, True):
+                with pytest.raises(shipping.FileRefused, match="lies in the store"):
+                    export(files, path, force=force)
+        for path in (fifo, tmp_path, pointer, Path("/dev/null")):
+            for force in (False, True):
+                with pytest.raises(shipping.FileRefused, match="no regular file"):
+                    export(files, path, force=force)
+        with pytest.raises(shipping.FileRefused, match="--force replaces it"):
+            export(files, older)
+        assert older.read_bytes() == b"mine" and fifo.is_fifo() and pointer.is_symlink()
+        export(files, older, force=True)
+    assert shipping.verify_file(older, no_progress).objects == 6
+    assert older.stat().st_mode & 0o777 == 0o600
+    (filled / "below").rmdir()
+    after = {path.name: path.read_bytes() for path in filled.iterdir()}
+    assert {n: d for n, d in after.items() if n != "lock"} == {
+        n: d for n, d in before.items() if n != "lock"
+    }
+
+
+@pytest.mark.parametrize("length", [0, 31, 33])
+def test_a_salt_that_no_store_takes_is_refused(
+    filled, shipped, other, things, tmp_path, no_progress, length
+):
+    for folder in (filled, other):
+        (folder / "salt").write_bytes(bytes(length))
+    with (
+        StoreDirectory(other) as files,
+        pytest.raises(shipping.FileRefused, match=f"must hold 32 bytes, has {length}"),
+    ):
+        carry.import_file(files, shipped, no_progress)
+    with (
+        StoreDirectory(filled) as files,
+        pytest.raises(shipping.FileRefused, match=f"must hold 32 bytes, has {length}"),
+    ):
+        tips = [things.digest(4)]
+        carry.export_chains(files, things.namespace, tips, tmp_path / "x.hrpx", no_progress)
