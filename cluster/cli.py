@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from headrace.cluster import model_cli
+from headrace.cluster.help_text import unwrap
 from headrace.core.errors import ConfigError, HeadraceError
 
 if TYPE_CHECKING:
@@ -153,9 +154,9 @@ def status(
     if as_json:
         out.print_json(json.dumps(view))
     else:
-        out.print(table(view))
+        out.print(table(view, out.width), soft_wrap=False)
         if view["store"] is not None:
-            out.print(store_table(view["store"]))
+            out.print(store_table(view["store"]), soft_wrap=False)
         for note in view["notes"]:
             out.print(f"[yellow]{escape(note)}[/]")
     if not view["ready"]:
@@ -248,6 +249,9 @@ def version() -> None:
     out.print(f"headrace {build_id()} (Python {sys.version.split()[0]})")
 
 
+unwrap(app)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()
@@ -308,9 +312,11 @@ def _pick(name: str, *, for_what: str) -> RunDir:
         return run
     running = running_clusters(home)
     if not running:
+        advice = "`headrace up configs/cluster/local.yaml` starts one"
+        if for_what == "end":
+            advice = "there is nothing to end"
         raise ConfigError(
-            f"no cluster runs under {home}{_failed(home)};"
-            " `headrace up configs/cluster/local.yaml` starts one (HEADRACE_HOME names another"
+            f"no cluster runs under {home}{_failed(home)}; {advice} (HEADRACE_HOME names another"
             " folder to look in)"
         )
     if len(running) > 1:

@@ -120,7 +120,7 @@ class Leader:
             self._start_valkey()
         if config.processes is Processes.RAY:
             self._roles = RayRoles(config, run, insecure=self._insecure)
-            self._say(Phase.STARTING, "starting Ray (about 10 seconds)")
+            self._say(Phase.STARTING, "starting Ray")
         else:
             self._roles = LocalRoles(config, run)
             self._say(Phase.STARTING, "starting the roles in this process")

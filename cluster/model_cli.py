@@ -76,8 +76,14 @@ def layout(
         int, typer.Option("--backtrack", help="Rows of one verify step: drafts + 1.")
     ] = 6,
     keep: Annotated[
-        int, typer.Option("--keep", help="Decoder rows kept in a prefill, at least the window.")
-    ] = 140,
+        int | None,
+        typer.Option(
+            "--keep",
+            help="Decoder rows kept in a prefill, at least the window. Default: the model's, window"
+            " + 12.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
     png: Annotated[
         Path | None, typer.Option("--png", help="Also draw stacked bars into this file.")

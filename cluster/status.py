@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -25,6 +26,7 @@ from headrace.core.metrics import Metric
 from headrace.core.states import ReplicaState
 
 STORE_WAIT_S = 1.0
+WIDEST = 10_000  # columns, to measure a table that nothing presses
 
 
 def collect(run: RunDir) -> dict[str, Any]:
@@ -64,8 +66,15 @@ def collect(run: RunDir) -> dict[str, Any]:
     }
 
 
-def table(view: dict[str, Any]) -> Table:
-    """The view as a table."""
+def table(view: dict[str, Any], width: int | None = None) -> Table:
+    """The view as a table. In fewer columns than it needs it has no addresses: role, state and
+    process stay whole."""
+    whole, console = _role_table(view, addresses=True), Console()
+    wide = console.measure(whole, options=console.options.update(width=WIDEST)).maximum
+    return whole if width is None or wide <= width else _role_table(view, addresses=False)
+
+
+def _role_table(view: dict[str, Any], *, addresses: bool) -> Table:
     colour = "green" if view["ready"] else "red"
     words = [f"{view['cluster']}: [{colour}]{escape(_condition(view))}[/]"]
     words += [f"at {view['url']}"] if view["url"] and view["processes"] else []
@@ -73,11 +82,12 @@ def table(view: dict[str, Any]) -> Table:
     shown = Table(
         title=", ".join(words),
         title_justify="left",
-        caption=f"pools: {_pools(view['roles'])}",
+        caption=f"pools: {_pools(view['roles'])}" + ("" if addresses else "; addresses: --json"),
         caption_justify="left",
     )
-    columns = ("role", "state", "pid", "address", "requests", "parked", "backlog ms", "free blocks")
-    for column in columns:
+    for column in ("role", "state", "pid", *(["address"] if addresses else [])):
+        shown.add_column(column, no_wrap=True)
+    for column in ("requests", "parked", "backlog\nms", "free\nblocks"):
         shown.add_column(column)
     for role in view["roles"]:
         colour = "green" if role["state"] == "ready" and role["alive"] else "red"
@@ -85,7 +95,7 @@ def table(view: dict[str, Any]) -> Table:
             role["name"],
             f"[{colour}]{role['state']}[/]",
             str(role["pid"] or ""),
-            role["address"],
+            *([role["address"]] if addresses else []),
             *(_number(role[key]) for key in ("requests", "parked", "backlog_ms", "free_blocks")),
         )
     return shown

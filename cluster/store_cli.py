@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cluster.help_text import unwrap
 from headrace.cluster.store_steps import (
     bar,
     chains_of,
@@ -322,3 +323,6 @@ def _walk(
         show(values, walk_view(values, done), as_json)
     if values["damaged"]:
         raise typer.Exit(1)
+
+
+unwrap(app)

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 from tokenizers import Tokenizer
 
@@ -42,7 +43,8 @@ from headrace.model.config import ModelConfig, package_models
 from headrace.model.errors import ConfigError
 from headrace.model.named import package_tokenizer
 from headrace.model.report import layout_report
-from headrace.model.report_views import as_json, draw_png, show_bytes, tables
+from headrace.model.report_picture import draw_png
+from headrace.model.report_views import as_json, show_bytes, tables
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(|B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)")
 _POWERS = {"": 0, "B": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -87,7 +89,7 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def layout(
-    name: str, memory: str, tp: int, backtrack: int, keep: int, json_: bool, png: Path | None
+    name: str, memory: str, tp: int, backtrack: int, keep: int | None, json_: bool, png: Path | None
 ) -> None:
     """Bytes of a model's state and weights, and what fits."""
     release = _release(name)
@@ -105,7 +107,7 @@ def layout(
     if json_:
         _print_json(as_json(report))
     else:
-        for table in tables(report):
+        for table in tables(report, _has_room):
             _show(table)
 
 
@@ -259,14 +261,25 @@ def _print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value, indent=2))
 
 
+def _has_room(table: Table) -> bool:
+    """Whether a table fits into the window with every figure whole; programs have room for any."""
+    console = Console()
+    return not console.is_terminal or _widths(console, table).minimum <= console.width
+
+
+def _widths(console: Console, table: Table) -> Measurement:
+    return console.measure(table, options=console.options.update(width=10_000))
+
+
 def _show(table: Table) -> None:
-    """A table with every figure whole: one that is wider than the terminal wraps there, and
-    programs get it as it is."""
+    """A table with every figure whole. In a window its notes fold, and what is wider all the same
+    wraps there; programs get it as it is."""
     console = Console(highlight=False)
-    wide = console.measure(table, options=console.options.update(width=10_000)).maximum
-    if wide > console.width or not console.is_terminal:
-        console = Console(highlight=False, width=max(wide, 40))
-    console.print(table, soft_wrap=True)
+    if console.is_terminal and _has_room(table):
+        console.print(table)
+        return
+    wide = _widths(console, table).maximum
+    Console(highlight=False, width=max(wide, 40)).print(table, soft_wrap=True)
 
 
 def _facts(checkpoint: Checkpoint, digest: str | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from headrace.core.windows import check_keep
+from headrace.core.rows import Geometry
 from headrace.model.checkpoint.names import (
     Part,
     PartTotal,
@@ -166,15 +166,17 @@ def layout_report(
     memory_bytes: int | None = None,
     tp: int = 1,
     backtrack_rows: int = 6,
-    keep_tokens: int = 140,
+    keep_tokens: int | None = None,
     *,
     quantisation: Quantisation | None = Quantisation(),  # noqa: B008 - frozen
 ) -> LayoutReport:
-    """The arithmetic of one configuration; `memory_bytes` is that of one device.
+    """The arithmetic of one configuration; `memory_bytes` is that of one device. Without
+    `keep_tokens` the keep is the model's default, as in a deployment.
 
-    Raises ConfigError naming the bound and the value: keep below the window, tp, memory or
-    backtrack out of bounds.
+    Raises ConfigError naming the bound and the value: keep below the window (without a decoder half
+    any but 1), tp, memory or backtrack out of bounds.
     """
+    geometry = Geometry(config.sliding_window, config.n_encoder_layers, config.n_decoder_layers)
     for name, value, most in (
         ("tp", tp, MOST_DEVICES),
         ("memory_bytes", memory_bytes, MOST_MEMORY_BYTES),
@@ -183,7 +185,7 @@ def layout_report(
     ):
         if value is not None and not 1 <= value <= most:
             raise ConfigError(f"{name}: found {value}, wanted in 1..{most}")
-    check_keep(config.sliding_window, keep_tokens)
+    keep = geometry.keep_for(0) if keep_tokens is None else geometry.check_keep(keep_tokens)
     layout = CacheLayout.of(config, backtrack_rows)
     table = tensor_table(config, quantisation)
     weights = totals_by_part(table)
@@ -198,7 +200,7 @@ def layout_report(
         layout=layout,
         quantisation=quantisation,
         backtrack_rows=backtrack_rows,
-        keep_tokens=keep_tokens,
+        keep_tokens=keep,
         memory_bytes=memory_bytes,
         tp=tp,
         rows=rows,

@@ -1,20 +1,16 @@
-"""A layout report for people and programs: tables, JSON, a picture."""
+"""A layout report for people and programs: tables and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+from rich import box
 from rich.table import Table
 
-from headrace.model.checkpoint.names import Part, Selection
+from headrace.model.checkpoint.names import Part
 from headrace.model.config import ModelConfig
-from headrace.model.errors import ConfigError
-from headrace.model.report import RECORD_SPACING_TOKENS, LayerRow, LayoutReport
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from headrace.model.report import RECORD_SPACING_TOKENS, Fit, LayerRow, LayoutReport
 
 
 def show_bytes(n_bytes: float) -> str:
@@ -27,7 +23,7 @@ def show_bytes(n_bytes: float) -> str:
     return f"{value:,.0f} {unit}" if abs(value) >= 99.95 else f"{value:.3g} {unit}"
 
 
-def _exact(n: float) -> str:
+def exact(n: float) -> str:
     return f"{n:,.0f}" if n == int(n) else f"{n:,.2f}"
 
 
@@ -46,63 +42,92 @@ def layer_name(row: LayerRow) -> str:
     return f"draft {row.layer}" if row.is_drafter else str(row.layer)
 
 
-def tables(report: LayoutReport) -> Iterator[Table]:
-    """Layers, totals, weights and, if a memory size was given, what fits."""
-    yield _layer_table(report)
+def tables(
+    report: LayoutReport, has_room: Callable[[Table], bool] = lambda table: True
+) -> Iterator[Table]:
+    """Layers, totals, weights and, if a memory size was given, what fits.
+
+    A table of layers that `has_room` says no to comes as two: blocks, then slots and weights."""
+    whole = _layer_table(report, "Layers: bytes of one block, of one slot, of the weights")
+    if has_room(whole):
+        yield whole
+    else:
+        yield _layer_table(report, "Layers: bytes of one block", (_KINDS, _BLOCK))
+        yield _layer_table(report, "Layers: bytes of one slot, of the weights", (_SLOT, _WEIGHTS))
     yield _total_table(report)
     yield _weight_table(report)
     if report.fits:
         yield _fit_table(report)
 
 
-def _layer_table(report: LayoutReport) -> Table:
-    table = Table(title="Layers: bytes of one block, of one slot, of the weights")
-    for head in ("layer", "kind", "ratio", "KV of", "index of"):
-        table.add_column(head, justify="right" if head != "kind" else "left")
-    for head in ("main", "main scale", "index", "index scale", "align", "pad"):
-        table.add_column(head, justify="right", style="cyan")
-    for head in ("ring rows", "ring", "ring scale", "tail rows", "tail"):
-        table.add_column(head, justify="right", style="green")
-    table.add_column("weights", justify="right", style="yellow")
+def _number(n: int | None) -> str:
+    return "·" if n is None else str(n)
+
+
+# Columns of the layers, as groups of a colour and (head, cell). Heads break where they are told to.
+_Group = tuple[str, tuple[tuple[str, Callable[[LayerRow], str]], ...]]
+_KINDS: _Group = (
+    "",
+    (
+        ("kind", lambda row: row.kind.value.replace("_", "-")),
+        ("ratio", lambda row: _count(row.ratio)),
+        ("KV\nof", lambda row: _number(row.kv_source)),
+        ("index\nof", lambda row: _number(row.index_source)),
+    ),
+)
+_BLOCK: _Group = (
+    "cyan",
+    (
+        ("main", lambda row: _count(row.main_data_bytes)),
+        ("main\nscale", lambda row: _count(row.main_scale_bytes)),
+        ("index", lambda row: _count(row.index_data_bytes)),
+        ("index\nscale", lambda row: _count(row.index_scale_bytes)),
+        ("align", lambda row: _count(row.alignment_bytes)),
+        ("pad", lambda row: _count(row.padding_bytes)),
+    ),
+)
+_SLOT: _Group = (
+    "green",
+    (
+        ("ring\nrows", lambda row: _count(row.ring_rows)),
+        ("ring", lambda row: _count(row.ring_data_bytes)),
+        ("ring\nscale", lambda row: _count(row.ring_scale_bytes)),
+        ("tail\nrows", lambda row: _count(row.tail_rows)),
+        ("tail", lambda row: _count(row.tail_bytes)),
+    ),
+)
+_WEIGHTS: _Group = ("yellow", (("weights", lambda row: show_bytes(row.weight_bytes)),))
+
+
+def _layer_table(
+    report: LayoutReport,
+    title: str,
+    groups: Iterable[_Group] = (_KINDS, _BLOCK, _SLOT, _WEIGHTS),
+) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("layer", justify="right", no_wrap=True)
+    columns = [(style, *column) for style, group in groups for column in group]
+    for style, head, _ in columns:
+        side = "left" if head == "kind" else "right"
+        table.add_column(head, justify=side, style=style, no_wrap=True)
     border = report.config.first_decoder_layer
     for row in report.rows:
         starts_half = not row.is_drafter and row.layer == border
         if starts_half or (row.is_drafter and row.layer == 0):
             table.add_section()
-        cells = (
-            row.main_data_bytes,
-            row.main_scale_bytes,
-            row.index_data_bytes,
-            row.index_scale_bytes,
-            row.alignment_bytes,
-            row.padding_bytes,
-            row.ring_rows,
-            row.ring_data_bytes,
-            row.ring_scale_bytes,
-            row.tail_rows,
-            row.tail_bytes,
-        )
-        table.add_row(
-            layer_name(row),
-            row.kind.value.replace("_", "-"),
-            _count(row.ratio),
-            "·" if row.kv_source is None else str(row.kv_source),
-            "·" if row.index_source is None else str(row.index_source),
-            *(_count(cell) for cell in cells),
-            show_bytes(row.weight_bytes),
-        )
+        table.add_row(layer_name(row), *(cell(row) for _, _, cell in columns))
     return table
 
 
 def _total_table(report: LayoutReport) -> Table:
     layout, config = report.layout, report.config
     table = Table(title="Totals", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(style="dim")
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim")  # folds in a narrow window
 
     def add(name: str, n_bytes: float, note: str = "") -> None:
-        table.add_row(name, f"{_exact(n_bytes)} B", note)
+        table.add_row(name, f"{exact(n_bytes)} B", note)
 
     add("a token of context", report.bytes_per_token, "global KV of all source layers")
     add("a block", report.block_bytes, f"{layout.block_tokens} tokens")
@@ -117,8 +142,8 @@ def _total_table(report: LayoutReport) -> Table:
     spacing = f"with a window record every {RECORD_SPACING_TOKENS:,} tokens"
     add("persisted a token", report.persisted_bytes_per_token, spacing)
     for handoff in report.handoffs:
-        note = f"+ {_exact(handoff.per_block_bytes)} B a complete block"
-        add(f"handed over once, {handoff.mode}", handoff.fixed_bytes, note)
+        note = f"once, + {exact(handoff.per_block_bytes)} B a complete block"
+        add(f"a hand-off, {handoff.mode}", handoff.fixed_bytes, note)
     keep = f"decoder rows of a prefill; as if untruncated from {report.exact_keep_tokens:,}"
     if halves:
         table.add_row("keep", f"{report.keep_tokens:,} tokens", keep)
@@ -158,25 +183,28 @@ def _weight_table(report: LayoutReport) -> Table:
 
 
 def _fit_table(report: LayoutReport) -> Table:
+    """A column for each build, so that its width does not grow with the lengths asked for."""
     assert report.memory_bytes is not None
     title = f"Fits into {show_bytes(report.memory_bytes)} a device, tp {report.tp}"
     table = Table(title=title, caption="Activations, graphs and buffers are not counted.")
-    table.add_column("build")
-    table.add_column("Engram")
-    for head in ("weights", "left", "tokens"):
-        table.add_column(head, justify="right")
-    for context in report.fits[0].sequences:
-        table.add_column(f"seqs of {context:,}", justify="right")
+    table.add_column("build", no_wrap=True)
     for fit in report.fits:
-        left = show_bytes(fit.free_bytes)
-        table.add_row(
-            fit.build,
-            "device" if fit.engram_on_device else "host",
-            show_bytes(fit.weight_bytes),
-            left if fit.free_bytes >= 0 else f"[red]lacks {show_bytes(-fit.free_bytes)}[/red]",
-            "no bound" if fit.tokens is None else f"{fit.tokens:,}",
-            *(f"{count:,}" for count in fit.sequences.values()),
-        )
+        table.add_column(fit.build, justify="right", no_wrap=True)
+
+    def add(name: str, cell: Callable[[Fit], str]) -> None:
+        table.add_row(name, *(cell(fit) for fit in report.fits))
+
+    def left(fit: Fit) -> str:
+        lacks = fit.free_bytes < 0
+        shown = show_bytes(abs(fit.free_bytes))
+        return f"[red]lacks {shown}[/red]" if lacks else shown
+
+    add("Engram", lambda fit: "device" if fit.engram_on_device else "host")
+    add("weights", lambda fit: show_bytes(fit.weight_bytes))
+    add("left", left)
+    add("tokens", lambda fit: "no bound" if fit.tokens is None else f"{fit.tokens:,}")
+    for context in report.fits[0].sequences:
+        add(f"seqs of {context:,}", lambda fit, n=context: f"{fit.sequences[n]:,}")  # type: ignore[misc]
     return table
 
 
@@ -235,79 +263,3 @@ def _row_json(row: LayerRow) -> dict[str, Any]:
     values = {name: getattr(row, name) for name in names}
     sums = {"block_bytes": row.block_bytes, "slot_bytes": row.slot_bytes}
     return {"kind": row.kind.value} | values | sums
-
-
-def draw_png(report: LayoutReport, path: str | Path) -> None:
-    """Three stacked bars: a token of context, a state slot by layer, the weights by part.
-
-    Needs matplotlib; raises ConfigError saying how to get it.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(
-            "drawing needs matplotlib, which is not installed: install headrace[plot]"
-        ) from None
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    FigureCanvasAgg(figure)
-    context, slot, weights = figure.subplots(3, 1, height_ratios=[3, 3, 2])
-    _draw_context(context, report)
-    _draw_slot(slot, report)
-    _draw_weights(weights, report)
-    figure.savefig(path, dpi=110)
-
-
-def _draw_context(axes: Axes, report: LayoutReport) -> None:
-    sources = [row for row in report.rows if row.block_bytes]
-    names = [f"layer {row.layer}\nratio {row.ratio}" for row in sources]
-    bottom = [0.0] * len(sources)
-    for label, field in (
-        ("main data", "main_data_bytes"),
-        ("main scales", "main_scale_bytes"),
-        ("index data", "index_data_bytes"),
-        ("index scales", "index_scale_bytes"),
-        ("padding", "padding_bytes"),
-    ):
-        heights = [getattr(row, field) / report.layout.block_tokens for row in sources]
-        axes.bar(names, heights, bottom=bottom, label=label)
-        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    axes.set_ylabel("bytes a token")
-    axes.set_title(f"Global KV: {_exact(report.bytes_per_token)} B a token of context")
-    axes.legend(loc="upper left", fontsize="small")
-
-
-def _draw_slot(axes: Axes, report: LayoutReport) -> None:
-    names = [layer_name(row).replace("draft ", "d") for row in report.rows]
-    bottom = [0] * len(report.rows)
-    for label, field in (
-        ("window ring, data", "ring_data_bytes"),
-        ("window ring, scales", "ring_scale_bytes"),
-        ("compressor tail", "tail_bytes"),
-    ):
-        heights = [getattr(row, field) for row in report.rows]
-        axes.bar(names, heights, bottom=bottom, label=label)
-        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    axes.set_ylabel("bytes")
-    axes.set_xlabel("layer (d = drafter stage)")
-    axes.set_title(f"State slot: {show_bytes(report.slot_bytes)} a sequence")
-    axes.tick_params(axis="x", labelsize="x-small")
-    axes.legend(loc="lower left", fontsize="small")
-
-
-def _draw_weights(axes: Axes, report: LayoutReport) -> None:
-    kinds = {"whole": frozenset(report.weights)}
-    if report.config.n_decoder_layers:
-        kinds["encoder only"] = Selection.ENCODER.parts
-    left = [0.0] * len(kinds)
-    for part, total in report.weights.items():
-        widths = [total.n_bytes / 1e9 * (part in held) for held in kinds.values()]
-        axes.barh(list(kinds), widths, left=left, label=part_name(part, report.config))
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_xlabel("GB")
-    with_engram, without = report.encoder_share(True), report.encoder_share(False)
-    title = "Weights"
-    if with_engram is not None and without is not None:
-        title += f": encoder only {with_engram:.0%}, without Engram {without:.0%}"
-    axes.set_title(title)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from headrace.model.checkpoint.errors import CheckpointError
 from headrace.model.checkpoint.index import read_index
 from headrace.model.checkpoint.names import Selection
 from headrace.model.checkpoint.packed import PackedTensors
-from headrace.model.checkpoint.parts import Part
+from headrace.model.checkpoint.parts import Part, TensorEntry
 from headrace.model.checkpoint.reader import Checkpoint, OnProgress, tensors_digest
 from headrace.model.checkpoint.release import read_config
 from headrace.model.checkpoint.shards import CONFIG_NAME, Meter, read_json
@@ -68,9 +68,10 @@ def load_trunk(
     packed = weights is Weights.PACKED
     with Checkpoint.open(folder, selection) as checkpoint:
         source = PackedTensors if packed else Checkpoint.tensors
+        mapped = () if engram is Placement.MEMORY else {e.name for e in table_entries(checkpoint)}
         return Trunk(
             checkpoint.release.model,
-            source(checkpoint, widen_to, on_progress),
+            source(checkpoint, widen_to, on_progress, mapped),
             numerics,
             device,
             token_map=token_map,
@@ -97,14 +98,20 @@ def stored_tables(
     if placement is Placement.MEMORY:
         return {}
     tables: dict[int, EngramTable] = {}
+    for entry in table_entries(checkpoint):
+        data, *scales = checkpoint.map_stored(entry)
+        dtype = torch.float8_e4m3fn if scales else torch.bfloat16
+        stored = StoredRows(data, scales[0] if scales else None, dtype)
+        assert entry.layer is not None
+        tables[entry.layer] = table_of(stored, placement, compute, torch.device(device))
+    return tables
+
+
+def table_entries(checkpoint: Checkpoint) -> Iterator[TensorEntry]:
+    """The Engram tables among the selected weights."""
     for entry in checkpoint.entries:
         if entry.part is Part.ENGRAM and entry.name.endswith("engram.embed.weight"):
-            data, *scales = checkpoint.map_stored(entry)
-            dtype = torch.float8_e4m3fn if scales else torch.bfloat16
-            stored = StoredRows(data, scales[0] if scales else None, dtype)
-            assert entry.layer is not None
-            tables[entry.layer] = table_of(stored, placement, compute, torch.device(device))
-    return tables
+            yield entry
 
 
 def load_vision(

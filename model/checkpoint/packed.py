@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 
@@ -25,20 +25,28 @@ class PackedTensors(Mapping[str, torch.Tensor]):
         checkpoint: Checkpoint,
         dtype: torch.dtype = torch.bfloat16,
         on_progress: OnProgress | None = None,
+        mapped: Container[str] = (),
     ) -> None:
-        self._dtype = dtype
+        """`mapped` as in `Checkpoint.tensors`."""
+        self._dtype, self._on_progress = dtype, on_progress
         self._checkpoint = checkpoint
         self._stored: dict[str, StoredWeight] = {}
         self._elsewhere: dict[str, TensorEntry] = {}
-        done, total = 0, checkpoint.total_bytes
+        self._done_bytes, self._total_bytes = 0, checkpoint.asked_bytes(mapped)
+        self._seen: set[str] = set()
         for entry in checkpoint.entries:
-            if entry.part in _ONCE_PARTS or any(word in entry.name for word in _ONCE_WORDS):
+            once = entry.part in _ONCE_PARTS or any(word in entry.name for word in _ONCE_WORDS)
+            if once or entry.optional:  # an optional one no model asks for
                 self._elsewhere[entry.name] = entry
                 continue
             self._stored[entry.name] = checkpoint.read_stored(entry)
-            done += entry.n_bytes
-            if on_progress is not None:
-                on_progress(Progress(entry.name, done, total))
+            self._report(entry)
+
+    def _report(self, entry: TensorEntry) -> None:
+        if self._on_progress is not None and entry.name not in self._seen:
+            self._seen.add(entry.name)
+            self._done_bytes += entry.n_bytes
+            self._on_progress(Progress(entry.name, self._done_bytes, self._total_bytes))
 
     @property
     def held_bytes(self) -> int:
@@ -48,7 +56,10 @@ class PackedTensors(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._elsewhere:
-            return self._checkpoint.widen(self._elsewhere[name], self._dtype)
+            entry = self._elsewhere[name]
+            values = self._checkpoint.widen(entry, self._dtype)
+            self._report(entry)
+            return values
         return self._stored[name].widen(self._dtype)
 
     def __iter__(self) -> Iterator[str]:

@@ -27,7 +27,7 @@ class TensorEntry:
     """A weight: its name as the model knows it, its shape when widened, how files hold it.
 
     `layer` is the trunk layer or the drafter stage, None outside of them. An optional entry may be
-    absent from a checkpoint.
+    absent from a checkpoint, and no model reads it: copies and digests alone do.
     """
 
     name: str

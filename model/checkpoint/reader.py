@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ STAGE_BYTES = 4 << 20  # stored bytes in hand while a tensor is decoded or copie
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Bytes are stored bytes of the selected tensors."""
+    """Stored bytes of the weights that will be read, and of those read so far."""
 
     name: str
     done_bytes: int
@@ -259,10 +259,20 @@ class Checkpoint:
             del values
 
     def tensors(
-        self, dtype: torch.dtype = torch.float32, on_progress: OnProgress | None = None
+        self,
+        dtype: torch.dtype = torch.float32,
+        on_progress: OnProgress | None = None,
+        mapped: Container[str] = (),
     ) -> Mapping[str, torch.Tensor]:
-        """Name -> values, read and decoded anew at each look-up; valid while this is open."""
-        return _Tensors(self, dtype, on_progress)
+        """Name -> values, read and decoded anew at each look-up; valid while this is open. Progress
+        counts first look-ups, and ends at its total when a model has asked for all but `mapped`."""
+        return _Tensors(self, dtype, on_progress, self.asked_bytes(mapped))
+
+    def asked_bytes(self, mapped: Container[str] = ()) -> int:
+        """Stored bytes of the weights that a model asks for: all selected but optional ones, which
+        no model reads, and those in `mapped`, which it has from elsewhere."""
+        asked = (e for e in self.entries if not e.optional and e.name not in mapped)
+        return sum(entry.n_bytes for entry in asked)
 
 
 @contextmanager
@@ -278,11 +288,15 @@ def _held(meter: Meter, buffer: torch.Tensor) -> Iterator[None]:
 
 class _Tensors(Mapping[str, torch.Tensor]):
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, on_progress: OnProgress | None
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        on_progress: OnProgress | None,
+        total_bytes: int,
     ) -> None:
         self._checkpoint, self._dtype, self._on_progress = checkpoint, dtype, on_progress
         self._entries = {entry.name: entry for entry in checkpoint.entries}
-        self._total_bytes = checkpoint.total_bytes
+        self._total_bytes = total_bytes
         self._seen: set[str] = set()
         self._done_bytes = 0
 

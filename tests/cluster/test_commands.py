@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import os
 import socket
@@ -101,6 +102,48 @@ def test_status_counts_the_replicas_that_are_ready_and_alive(failed_run: RunDir)
         "decode-1",
     ]
     assert "decode 1 of 2, router 1 of 1 ready" in pool_line(view)
+
+
+def test_a_narrow_window_gets_every_role_state_and_process_whole(failed_run: RunDir) -> None:
+    view = collect(failed_run)
+    view["url"], view["processes"] = "http://127.0.0.1:8000", 9
+    for n, role in enumerate(view["roles"]):
+        address = f"tcp://127.0.0.1:4000{n}"
+        role.update(state="draining", pid=4_194_300 + n, alive=True, address=address)
+        role.update(requests=1000.0, backlog_ms=12345.0, free_blocks=123456.0, parked=10.0)
+    for width, told in ((80, False), (120, True)):
+        shown = Console(file=io.StringIO(), width=width)
+        with shown.capture() as captured:
+            shown.print(table(view, width))
+        text = captured.get()
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text and ("tcp:" in text) == told
+        cells = [[cell.strip() for cell in line.split("│")] for line in text.splitlines()]
+        for role in view["roles"]:
+            assert any(
+                line[1:4] == [role["name"], "draining", str(role["pid"])] for line in cells
+            ), role
+
+
+@pytest.mark.parametrize("command", ["up", "status", "chat", "role"])
+def test_help_fills_the_window(command: str) -> None:
+    """No line of a paragraph ends where its source line did, unless the next word is too long."""
+    environment = {**os.environ, "COLUMNS": "80", "TERMINAL_WIDTH": "80", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [HEADRACE, command, "--help"], capture_output=True, text=True, check=True, env=environment
+    )
+    lines = [line.strip() for line in done.stdout.split("╭")[0].splitlines()]
+    prose = lines[next(i for i, line in enumerate(lines) if line.startswith("Usage")) + 1 :]
+    pairs = [(a, b) for a, b in itertools.pairwise(prose) if a and b]
+    assert any(prose)
+    for line, after in pairs:
+        assert len(line) + 1 + len(after.split()[0]) > 76, line
+
+
+def test_ending_nothing_is_no_reason_to_start(tmp_path: Path) -> None:
+    done = run("down", home=tmp_path)
+    assert done.returncode == 1
+    assert "there is nothing to end" in done.stderr and "headrace up" not in done.stderr
 
 
 def test_a_role_without_redis_is_refused_and_leaves_nothing(root: Path, tmp_path: Path) -> None:
@@ -235,5 +278,5 @@ def test_chat_sends_messages_and_no_mistyped_command(
 def test_a_start_says_what_it_does_and_for_how_long() -> None:
     now = [100.0]
     doing = Doing(lambda: now[0])
-    now[0], doing.text = 107.4, "starting Ray [about 10 seconds]"
-    assert str(doing.__rich__()) == "  7 s  starting Ray [about 10 seconds]"
+    now[0], doing.text = 107.4, "starting Ray [2 of 3]"
+    assert str(doing.__rich__()) == "  7 s  starting Ray [2 of 3]"

@@ -20,7 +20,7 @@ MODELS = ("toy", "t1", "t2", "v4-toy", "demo")
 def test_an_engine_holds_what_the_layout_tells(name: str, half: Half, numerics: str) -> None:
     torch.set_num_threads(1)
     config = ModelConfig.load(name)
-    report = layout_report(config, keep_tokens=config.sliding_window)
+    report = layout_report(config)
     settings = EngineSettings(n_blocks=N_BLOCKS, n_slots=N_SLOTS)
     engine = load_engine(Deployment(model=name, numerics=numerics), settings, half)
     state = engine.state

@@ -24,7 +24,9 @@ from headrace.model import (
     ConfigError,
     ModelConfig,
     Numerics,
+    Placement,
     Trunk,
+    Weights,
     build_token_map,
     package_tokenizer,
 )
@@ -32,6 +34,7 @@ from headrace.model.checkpoint import (
     Checkpoint,
     CheckpointError,
     Part,
+    Progress,
     Quantisation,
     ReleaseConfig,
     Selection,
@@ -323,3 +326,25 @@ def test_missing_tokenizer_and_missing_decoder_half_are_refused(
     write_random(tmp_path / "flat", plain, 0, selection=Selection.TEXT)
     with pytest.raises(ConfigError, match="encoder-only build is the whole model"):
         Checkpoint.open(tmp_path / "flat", Selection.ENCODER)
+
+
+@pytest.mark.parametrize("name", ["toy", "v4-toy"])
+@pytest.mark.parametrize("weights", Weights)
+@pytest.mark.parametrize("engram", [Placement.MEMORY, Placement.MAPPED])
+def test_progress_ends_at_its_total(
+    make_folder: Callable[[str], Path], name: str, weights: Weights, engram: Placement
+) -> None:
+    """No weight is left over: a drafter's unused bias and mapped tables do not count."""
+    for encoder_only in (False, True) if name == "toy" else (False,):
+        seen: list[Progress] = []
+        load_trunk(
+            make_folder(name),
+            Numerics.FAST,
+            encoder_only=encoder_only,
+            engram=engram,
+            weights=weights,
+            on_progress=seen.append,
+        )
+        done = [progress.done_bytes for progress in seen]
+        assert done == sorted(set(done)) and len({p.total_bytes for p in seen}) == 1
+        assert done[-1] == seen[-1].total_bytes > 0

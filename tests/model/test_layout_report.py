@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -12,11 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.table import Table
 
 from headrace.model import CacheLayout, ConfigError, KvState, LayerKind, ModelConfig, Numerics
 from headrace.model.checkpoint import Part, Quantisation, tensor_table
 from headrace.model.report import LayerRow, LayoutReport, layout_report
-from headrace.model.report_views import as_json, draw_png, show_bytes, tables
+from headrace.model.report_picture import draw_png, figure
+from headrace.model.report_views import as_json, show_bytes, tables
 
 MODELS = ["toy", "t1", "t2", "flash", "v4-toy", "v4-flash"]
 
@@ -80,8 +83,7 @@ def allocated(config: ModelConfig, layout: CacheLayout) -> tuple[KvState, list[i
 
 
 def check_against_allocation(config: ModelConfig, backtrack_rows: int) -> None:
-    keep = max(140, config.sliding_window)
-    report = layout_report(config, backtrack_rows=backtrack_rows, keep_tokens=keep)
+    report = layout_report(config, backtrack_rows=backtrack_rows)
     state, rings, tails = allocated(config, report.layout)
     assert [row.ring_data_bytes + row.ring_scale_bytes for row in report.rows] == rings
     assert [row.tail_bytes for row in report.rows] == tails
@@ -233,13 +235,46 @@ def text_of(report: LayoutReport) -> str:
 
 def test_tables_show_the_figures(flash: LayoutReport) -> None:
     text = text_of(flash)
-    lines = [line for line in text.splitlines() if "│" in line]
-    for figure in ("890 B", "113,920 B", "1,341,120 B", "3,128,352 B", "3.13 MB"):
-        assert any(figure in line for line in lines), figure
+    lines = text.splitlines()
+    for shown in ("890 B", "113,920 B", "1,341,120 B", "3,128,352 B", "3.13 MB"):
+        assert any(shown in line for line in lines), shown
     assert "An encoder-only build holds 69% with Engram, 49% without." in text
     assert "96,085" in text
     assert sum(line.count("reuse") for line in lines) == 30
-    assert sum("draft" in line for line in lines[:60]) >= 3
+    assert sum(line.lstrip().startswith("draft ") for line in lines) == 3
+
+
+def test_keep_is_the_models_unless_told() -> None:
+    """The one that a deployment of it would have: window + 12; V4 keeps the last row alone."""
+    kept = {n: layout_report(ModelConfig.load(n)).keep_tokens for n in (*MODELS, "demo")}
+    windows = {"toy": 32, "t1": 32, "t2": 128, "flash": 128, "demo": 64}
+    assert kept == {n: w + 12 for n, w in windows.items()} | {"v4-toy": 1, "v4-flash": 1}
+    assert layout_report(ModelConfig.load("demo"), keep_tokens=64).keep_tokens == 64
+    assert "76 tokens" in text_of(layout_report(ModelConfig.load("demo")))
+    with pytest.raises(ConfigError, match="keep_tokens must be 1 for a model without a decoder"):
+        layout_report(ModelConfig.load("v4-flash"), keep_tokens=140)
+
+
+@pytest.mark.parametrize("name", ["flash", "v4-flash", "t1", "demo"])
+def test_a_narrow_window_gets_every_figure(name: str) -> None:
+    memory_bytes = 141 * 10**9 if "flash" in name else 10**9
+    report = layout_report(ModelConfig.load(name), memory_bytes, tp=4)
+    console = Console(width=80, file=io.StringIO())
+    wide = console.options.update(width=10_000)
+
+    def has_room(table: Table) -> bool:
+        return console.measure(table, options=wide).minimum <= 80
+
+    shown = list(tables(report, has_room))
+    assert len(shown) == 5 and all(has_room(table) for table in shown)  # layers came as two
+    with console.capture() as captured:
+        console.print(*shown)
+    text = captured.get()
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    figures = {f"{row.main_data_bytes:,}" for row in report.rows if row.main_data_bytes}
+    figures |= {f"{row.ring_data_bytes:,}" for row in report.rows}
+    figures |= {f"{fit.tokens:,}" for fit in report.fits}
+    assert all(figure in text.split() for figure in figures), figures - set(text.split())
 
 
 def test_json_holds_every_row_and_total(flash: LayoutReport) -> None:
@@ -270,6 +305,24 @@ def test_picture_is_drawn_and_says_how_where_it_cannot(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"needs matplotlib.*install headrace\[plot\]"):
         draw_png(flash, tmp_path / "other.png")
+
+
+@pytest.mark.parametrize("name", ["flash", "v4-flash", "t1", "demo"])
+def test_nothing_of_the_picture_lies_on_something_else(name: str) -> None:
+    report = layout_report(ModelConfig.load(name))
+    drawn = figure(report)
+    drawn.canvas.draw()
+    slot = drawn.axes[1]
+    assert ("drafter" in slot.get_xlabel()) == any(row.is_drafter for row in report.rows)
+    for axes in drawn.axes:
+        labels = [label.get_window_extent() for label in axes.get_xticklabels()]
+        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(labels))
+        legend, frame = axes.get_legend(), axes.get_window_extent()
+        assert legend is not None and legend.get_window_extent().x0 >= frame.x1
+        bars = [bar.get_window_extent() for bar in axes.patches]
+        assert len(bars) > 2
+        assert max(bar.y1 for bar in bars) < frame.y1 - 2
+        assert max(bar.x1 for bar in bars) < frame.x1 - 2
 
 
 def test_sizes_are_shown_in_decimal_units() -> None:
