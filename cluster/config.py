@@ -23,6 +23,7 @@ import math
 import re
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,7 +246,7 @@ class ClusterConfig:
         from headrace.router.tokens import Vocabulary
 
         name, served = self.deployment.model, ServedModel(self.deployment)
-        served.check()
+        served.check(vision=self.pools.vision > 0)
         model = served.config()
         window = model.sliding_window
         geometry = Geometry(window, model.n_encoder_layers, model.n_decoder_layers)
@@ -290,6 +291,19 @@ class ClusterConfig:
     def redis_url(self, run: RunDir) -> str:
         """The configured Redis, or the run's embedded one."""
         return self.redis.url or f"unix://{run.valkey_socket}"
+
+
+def check_weights(deployment: Deployment) -> None:
+    """What takes no time of a deployment's weights: that there are such a model, folder or file.
+    `check` looks into them. Raises `ConfigError`."""
+    models = resources.files("headrace.configs") / "models"
+    deployment.check_model_name(sorted(p.name.removesuffix(".json") for p in models.iterdir()))
+    if deployment.checkpoint and not Path(deployment.checkpoint).is_dir():
+        raise ConfigError(
+            f"deployment.checkpoint must be a folder, got {deployment.checkpoint!r:.200}"
+        )
+    if deployment.model.startswith("/") and not Path(deployment.model).is_file():
+        raise ConfigError(f"deployment.model must be a file, got {deployment.model!r:.200}")
 
 
 def check_device(name: str) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.cluster.config import ClusterConfig, Processes, keep_copy, load_config
+from headrace.cluster.config import ClusterConfig, Processes, check_weights, keep_copy, load_config
 from headrace.cluster.holders import ray_auth_mode
 from headrace.cluster.leader import REFUSED
 from headrace.cluster.rundir import (
@@ -86,6 +86,7 @@ class Launch:
     ) -> None:
         """`name` and `port` replace the file's own cluster name and router.port."""
         self.config: ClusterConfig = load_config(config, cluster=name, port=port)
+        check_weights(self.config.deployment)  # the leader's own checks begin with importing torch
         self.run = RunDir(headrace_home(), self.config.cluster)
         if self.config.processes is Processes.RAY:
             ray_auth_mode(os.environ, insecure=insecure)

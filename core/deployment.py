@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from headrace.core.errors import ConfigError
@@ -110,6 +111,24 @@ class Deployment:
         if self.record_spacing_tokens % 128:
             raise ConfigError(
                 f"record_spacing_tokens must be a multiple of 128, got {self.record_spacing_tokens}"
+            )
+
+    def check_model_name(self, packaged: Collection[str]) -> None:
+        """Whether `model` and `checkpoint` say one thing; `packaged` are the package's own models.
+        Looks at no file. Raises `ConfigError` naming key and value."""
+        known = ", ".join(packaged)
+        if self.checkpoint and self.model in packaged:
+            raise ConfigError(
+                "deployment.model must be a name of its own with deployment.checkpoint, none of the"
+                f" package's {known}, got {self.model!r}"
+            )
+        # Roles run in folders of their own, where a relative path means another file.
+        file = self.model.endswith(".json") and self.model.startswith("/")
+        if not self.checkpoint and self.model not in packaged and not file:
+            raise ConfigError(
+                f"deployment.model must be one of {known} or the absolute path of a"
+                " configuration's .json file; a folder of weights is deployment.checkpoint, and"
+                f" deployment.model then its name; got {self.model!r:.80}"
             )
 
     def keep_for(self, geometry: Geometry) -> int:

@@ -24,16 +24,19 @@ from headrace.core.deployment import MAX_SEED
 from headrace.model.checkpoint import (
     Checkpoint,
     CheckpointError,
+    Part,
     Quantisation,
     ReleaseConfig,
     Selection,
     read_config,
     released_quantisation,
+    tensor_table,
     tensors_digest,
     totals_by_part,
     write_random,
 )
 from headrace.model.checkpoint import convert as convert_checkpoint
+from headrace.model.checkpoint.holdings import shown
 from headrace.model.checkpoint.load import TOKENIZER_NAME
 from headrace.model.checkpoint.progress import progress_bar
 from headrace.model.checkpoint.shards import CONFIG_NAME, read_json
@@ -285,6 +288,7 @@ def _show(table: Table) -> None:
 def _facts(checkpoint: Checkpoint, digest: str | None) -> dict[str, Any]:
     parts = totals_by_part(checkpoint.entries)
     quantisation = checkpoint.release.quantisation
+    table = tensor_table(checkpoint.release.model, quantisation)
     return {
         "shards": len(checkpoint.shards),
         "tensors": sum(total.n_tensors for total in parts.values()),
@@ -302,6 +306,7 @@ def _facts(checkpoint: Checkpoint, digest: str | None) -> dict[str, Any]:
             }
             for part, total in parts.items()
         },
+        "parts_lacking": [p.value for p in totals_by_part(table) if p not in parts],
         "selections": {
             selection.value: sum(parts[p].n_bytes for p in selection.parts if p in parts)
             for selection in Selection
@@ -324,8 +329,12 @@ def _print_facts(folder: Path, facts: dict[str, Any], json_: bool) -> None:
     table.add_section()
     table.add_row("all", *(f"{facts[key]:,}" for key in ("tensors", "parameters", "bytes")))
     _show(table)
-    loads = ", ".join(f"{k} {show_bytes(v)}" for k, v in facts["selections"].items())
-    print(f"a role loads: {loads}")
+    lacking = {Part(part) for part in facts["parts_lacking"]}
+    complete = [s for s in Selection if not s.parts & lacking and facts["selections"][s.value]]
+    loads = ", ".join(f"{s.value} {show_bytes(facts['selections'][s.value])}" for s in complete)
+    print(f"a role loads: {loads or 'nothing of it'}")
+    if lacking:
+        print(f"lacks {shown(lacking)}")
     print(f"{DIGEST_KEY} {facts[DIGEST_KEY] or 'not recorded'}")
 
 

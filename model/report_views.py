@@ -108,8 +108,9 @@ def _layer_table(
     table.add_column("layer", justify="right", no_wrap=True)
     columns = [(style, *column) for style, group in groups for column in group]
     for style, head, _ in columns:
-        side = "left" if head == "kind" else "right"
-        table.add_column(head, justify=side, style=style, no_wrap=True)
+        table.add_column(
+            head, justify="left" if head == "kind" else "right", style=style, no_wrap=True
+        )
     border = report.config.first_decoder_layer
     for row in report.rows:
         starts_half = not row.is_drafter and row.layer == border

@@ -18,7 +18,9 @@ from tokenizers import Tokenizer
 
 from headrace.core.deployment import Deployment
 from headrace.model.checkpoint.errors import CheckpointError
+from headrace.model.checkpoint.holdings import check_holds
 from headrace.model.checkpoint.load import TOKENIZER_NAME, load_trunk, load_vision, weights_id
+from headrace.model.checkpoint.names import Selection
 from headrace.model.checkpoint.progress import logged_progress
 from headrace.model.checkpoint.release import read_config
 from headrace.model.checkpoint.shards import CONFIG_NAME, read_json
@@ -46,28 +48,19 @@ class ServedModel:
 
     deployment: Deployment
 
-    def check(self) -> None:
-        """Whether the deployment's keys say one thing about its weights; reads no weight. Raises
-        `ConfigError` naming key, bound and value, `CheckpointError` for a folder without files."""
+    def check(self, *, vision: bool = False) -> None:
+        """Whether the deployment's keys say one thing about its weights, and a checkpoint's index
+        has the text model, with `vision` the tower too; reads no weight. Raises `ConfigError`
+        naming key, bound and value, `CheckpointError` for a folder without files or parts."""
         d = self.deployment
-        packaged = package_models()
-        if d.checkpoint and d.model in packaged:
-            raise ConfigError(
-                "deployment.model must be a name of its own with deployment.checkpoint, none of the"
-                f" package's {', '.join(packaged)}, got {d.model!r}"
-            )
+        d.check_model_name(package_models())
         if d.checkpoint and not os.path.isdir(d.checkpoint):
             raise ConfigError(f"deployment.checkpoint must be a folder, got {d.checkpoint!r:.200}")
-        # Roles run in folders of their own, where a relative path means another file.
-        file = d.model.endswith(".json") and os.path.isabs(d.model)
-        if not d.checkpoint and d.model not in packaged and not file:
-            raise ConfigError(
-                f"deployment.model must be one of {', '.join(packaged)} or the absolute path of a"
-                " configuration's .json file; a folder of weights is deployment.checkpoint, and"
-                f" deployment.model then its name; got {d.model!r:.80}"
-            )
-        self.config()
+        config = self.config()
         if self.folder is not None:
+            check_holds(self.folder, Selection.TEXT)
+            if vision and config.vision is not None:
+                check_holds(self.folder, Selection.VISION)
             return
         if Weights(d.weights) is Weights.PACKED:
             raise ConfigError(

@@ -140,6 +140,24 @@ def test_help_fills_the_window(command: str) -> None:
         assert len(line) + 1 + len(after.split()[0]) > 76, line
 
 
+@pytest.mark.parametrize(
+    ("deployment", "reason"),
+    [
+        ("{model: no-such}", "deployment.model must be one of demo, flash, t1, t2, toy, v4-flash"),
+        ("{model: mine, checkpoint: /nowhere}", "deployment.checkpoint must be a folder"),
+        ("{model: /nowhere.json}", "deployment.model must be a file"),
+    ],
+)
+def test_weights_that_are_not_there_are_refused_before_a_leader(
+    deployment: str, reason: str, tmp_path: Path
+) -> None:
+    config, home = tmp_path / "c.yaml", tmp_path / "home"
+    config.write_text(f"deployment: {deployment}")
+    done = run("up", str(config), home=home)
+    assert done.returncode == 1 and reason in done.stderr
+    assert "checking" not in done.stderr and not home.exists()
+
+
 def test_ending_nothing_is_no_reason_to_start(tmp_path: Path) -> None:
     done = run("down", home=tmp_path)
     assert done.returncode == 1

@@ -16,8 +16,15 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cluster.cli import app
-from headrace.model import Numerics, package_tokenizer
-from headrace.model.checkpoint import Checkpoint, Quantisation, Selection, load_trunk
+from headrace.core.deployment import Deployment
+from headrace.model import Numerics, ServedModel, package_tokenizer
+from headrace.model.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Quantisation,
+    Selection,
+    load_trunk,
+)
 from headrace.model.commands import parse_bytes
 from headrace.model.errors import ConfigError
 
@@ -94,6 +101,26 @@ def test_convert_changes_formats_parts_and_names(toy: Path, tmp_path: Path) -> N
     assert {p.name: p.read_bytes() for p in same.iterdir()} == {
         p.name: p.read_bytes() for p in toy.iterdir()
     }
+
+
+def test_a_folder_of_one_part_says_so(toy: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    facts = run_json("convert", toy, half, "--parts", "encoder")
+    assert facts["parts_lacking"] == ["decoder", "head", "drafter", "vision"]
+    assert run_json("inspect", toy)["parts_lacking"] == []
+    lines = run("inspect", half)[0].splitlines()
+    assert "lacks decoder, head, drafter, vision" in lines
+    (loads,) = [line for line in lines if line.startswith("a role loads: ")]
+    assert loads.startswith("a role loads: encoder ") and "text" not in loads
+    served = ServedModel(Deployment(model="mine", checkpoint=str(half)))
+    with pytest.raises(CheckpointError, match=r"half: this folder holds embedding, .*, kv source"):
+        served.check()
+    text = tmp_path / "text"
+    run("convert", toy, text, "--parts", "text")
+    served = ServedModel(Deployment(model="mine", checkpoint=str(text)))
+    served.check()
+    with pytest.raises(CheckpointError, match="wanted also vision"):
+        served.check(vision=True)
 
 
 def test_digest_that_does_not_match_is_refused(toy: Path, tmp_path: Path) -> None:
@@ -216,7 +243,7 @@ def test_no_figure_is_cut_whatever_the_width(toy: Path, env: dict[str, str]) -> 
     wide = CliRunner().invoke(app, ["layout", "flash"], env=env).stdout
     text = re.sub(r"\x1b\[[0-9;]*m", "", wide)
     assert "113,920 B" in text and "…" not in text
-    assert sum(line.startswith("│ ") and "reuse" in line for line in text.splitlines()) == 30
+    assert text.count("reuse") == 30
 
 
 HEAVY = ("torch", "ray", "numpy", "tokenizers", "redis", "yaml", "asyncio", "prometheus_client")
