@@ -25,35 +25,16 @@ from headrace.core.states import ReplicaState
 from headrace.kvstore import IndexReader, Kind
 from headrace.router.attempt import Attempt
 from headrace.router.blame import charge_loss
+from headrace.router.budget import Loss, RetryBudget
 from headrace.router.ledger import Ledger
 from headrace.router.pictures import PictureFile
+from headrace.router.pieces import Trouble
 from headrace.router.replicas import Replica, Replicas
 from headrace.router.requests import Ticket
 from headrace.router.room import Rooms, Witness
 from headrace.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
-RETRY_BURST = 10.0
-
-
-class RetryBudget:
-    """At most a share of all requests may be tried again, with a small allowance to begin with.
-
-    Without it, a pool that fails under load is given its load several times over."""
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._credit = RETRY_BURST if share else 0.0
-
-    def earn(self) -> None:
-        self._credit = min(RETRY_BURST, self._credit + self._share)
-
-    def take(self) -> bool:
-        """Whether another attempt is allowed now; uses one up."""
-        if self._credit < 1.0:
-            return False
-        self._credit -= 1.0
-        return True
 
 
 class Desk:
@@ -80,6 +61,7 @@ class Desk:
         self.rooms = Rooms(settings, deployment, ledger, index, witness)
         self._witness = witness
         self._budget = RetryBudget(settings.retry_share)
+        self._leaving: dict[str, Loss] = {}  # by key, of replicas that drain and give jobs up
         self._live: dict[RequestId, Ticket] = {}
         self._slots = 0
         self.replicas: Replicas  # set once by `attach`
@@ -171,10 +153,14 @@ class Desk:
         for ticket in tuple(self._live.values()):
             ticket.give_up(Unavailable("this router is shutting down"))
 
-    def take_retry(self) -> bool:
-        allowed = self._budget.take()
-        self.retried += allowed
-        return allowed
+    def charge_retry(self, trouble: Trouble) -> None:
+        """Another attempt after `trouble` is begun; what it costs is taken from the budget.
+
+        Raises the error to end with, if the budget does not allow it."""
+        allowed = trouble.loss.take() if trouble.loss is not None else self._budget.take()
+        if not allowed:
+            raise self._budget.refusal(trouble.error)
+        self.retried += 1
 
     def apart_on(self, but: RequestId) -> set[str]:
         """Keys of the replicas that have a request which is to run apart, other than `but`."""
@@ -242,15 +228,19 @@ class Desk:
         error = from_code(message.code, message.message)
         if ticket is not None and blamed is replica:
             ticket.suspicion.given_back(replica.key)
+        loss = None
+        if replica.state is ReplicaState.DRAINING:  # it stops, and says so job by job
+            loss = self._leaving.setdefault(replica.key, Loss(self._budget))
         heard = (
             ticket is not None
             and blamed is not None
-            and ticket.trouble(error, retryable=message.retryable, replica=blamed)
+            and ticket.trouble(error, retryable=message.retryable, replica=blamed, loss=loss)
         )
         self.late["job_failed"] += not heard
 
     def on_lost(self, replica: Replica) -> None:
         lost = ReplicaLost(f"{replica.name} was lost")
+        loss = self._leaving.pop(replica.key, None) or Loss(self._budget)
         suspicions = [ticket.suspicion for ticket in self._live.values()]
         told = replica.state is ReplicaState.DRAINING
         charge_loss(replica.key, suspicions, self._crashes, told=told)
@@ -258,7 +248,7 @@ class Desk:
             if replica.role is Role.VISION:
                 ticket.sight.failed(replica, lost)
             elif ticket.attempt is not None and ticket.attempt.holds(replica):
-                ticket.trouble(lost, retryable=True, replica=replica)
+                ticket.trouble(lost, retryable=True, replica=replica, loss=loss)
         # Those in line learn that there may be nobody left; each looks when its turn comes.
         self.rooms.kick()
 

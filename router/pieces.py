@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from headrace.core.errors import HeadraceError
 from headrace.core.request import FinishReason
+from headrace.router.budget import Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """An attempt has failed. `replica` is the key of the one to avoid next, if one is to blame."""
+    """An attempt has failed. `replica` is the key of the one to avoid next, if one is to blame.
+    `loss`: that replica is gone, and others lost it too; None if this request alone is concerned.
+    """
 
     error: HeadraceError
     retryable: bool
     replica: str = ""
+    loss: Loss | None = None
 
 
 Arrival: TypeAlias = Piece | Trouble

@@ -45,6 +45,7 @@ from headrace.core.states import (
 from headrace.router.accounts import note_decode, note_prefill
 from headrace.router.attempt import Attempt
 from headrace.router.blame import Suspicion
+from headrace.router.budget import Loss
 from headrace.router.dispatch import Dispatch
 from headrace.router.pictures import PictureFile
 from headrace.router.pieces import Arrival, Piece, Trouble
@@ -244,15 +245,23 @@ class Ticket:
         self._desk.rooms.kick()
         self._arrived.set()
 
-    def trouble(self, error: HeadraceError, *, retryable: bool, replica: Replica | None) -> bool:
-        """A replica gave the attempt up or is gone; False when that no longer matters."""
+    def trouble(
+        self,
+        error: HeadraceError,
+        *,
+        retryable: bool,
+        replica: Replica | None,
+        loss: Loss | None = None,
+    ) -> bool:
+        """A replica gave the attempt up or is gone; False when that no longer matters. `loss` is
+        shared by all who had a replica that is gone."""
         if self._decode_done:
             return False
         attempt = self.attempt
         prefills = replica is not None and attempt is not None and replica is attempt.prefill
         if prefills and attempt is not None and (self._begun or attempt.told):
             return False  # decode has all it needs
-        self._put(Trouble(error, retryable, replica.key if replica is not None else ""))
+        self._put(Trouble(error, retryable, replica.key if replica is not None else "", loss))
         return True
 
     def give_up(self, error: HeadraceError) -> None:
@@ -274,6 +283,8 @@ class Ticket:
             )
         if not trouble.retryable or not self._may_repeat(resume):
             raise trouble.error
+        if not (resume and self._begun):
+            self._desk.charge_retry(trouble)
         log.warning("%s: another attempt after: %s", self.key, trouble.error.message)
         if isinstance(trouble.error, PicturesMissing):
             self.sight.distrust()
@@ -324,16 +335,12 @@ class Ticket:
         self._dispatch.rebind(attempt)
 
     def _may_repeat(self, resume: bool) -> bool:
-        """Whether a further attempt is allowed. One that follows on progress costs no budget: the
-        streams of a lost replica are as many as its slots, and each has a bounded rest to run."""
+        """Whether this request's own bounds allow a further attempt. One that follows on progress
+        costs no budget: each stream has a bounded rest to run."""
         if resume:
             allowed = self._barren < self._desk.retries or not self._barren
-            allowed = allowed and self.record.resumes < self._desk.resumes
-        else:
-            allowed = (
-                self.state in UNSENT_REQUEST_STATES and self.record.attempts <= self._desk.retries
-            )
-        return allowed and ((resume and self._begun) or self._desk.take_retry())
+            return allowed and self.record.resumes < self._desk.resumes
+        return self.state in UNSENT_REQUEST_STATES and self.record.attempts <= self._desk.retries
 
     def _withdraw(self, reason: str) -> None:
         """Tell every replica that may still hold something for this attempt, and release it."""

@@ -171,9 +171,13 @@ async def test_the_retry_budget_ends_a_storm(rigs: Any) -> None:
     async with rigs(decodes=2, retries=1, retry_share=0.1) as rig:
         for decode in rig.decodes:
             decode.script.fail = FAILED
+        codes = []
         for _ in range(20):
             answer = await rig.client.post("/v1/completions", json=SHORT)
-            assert answer.status_code == 502
+            codes.append((answer.status_code, answer.json()["error"]["code"]))
+        n_retried = rig.router.desk.retried  # both attempts of these failed; the rest had one
+        assert codes.count((502, "replica_lost")) == n_retried
+        assert codes.count((503, "retry_budget_spent")) == 20 - n_retried
         # 10 to begin with, and one for every ten requests.
         assert sum(len(d.jobs) for d in rig.decodes) in (31, 32)
         assert rig.router.desk.retried in (11, 12)
