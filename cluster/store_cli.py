@@ -111,8 +111,8 @@ def scrub(directory: Directory = None, name: Name = "", as_json: AsJson = False)
 @app.command("rebuild-index")
 def rebuild_index(directory: Directory = None, name: Name = "", as_json: AsJson = False) -> None:
     """Make the index anew. A running store writes all its records to Redis again, while serving
-    goes on. In a directory, damaged headers of segments are made anew from their slots; the store
-    writes its records when it starts."""
+    goes on. In a directory, damaged headers of segments are made anew from their slots (without
+    any, the segment is unused again); the store writes its records when it starts."""
     with said():
         target = find_target(directory, name)
         if target.live is not None:
@@ -162,6 +162,8 @@ def gc(
             "dry_run": dry_run,
         }
         show(values, garbage_view(values), as_json)
+    if values["damaged"]:
+        raise typer.Exit(1)
 
 
 @app.command()

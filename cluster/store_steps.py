@@ -48,6 +48,7 @@ def findings_values(found: Findings) -> dict[str, Any]:
         "payload_bytes": found.payload_bytes,
         "damaged": found.damaged,
         "damaged_segments": list(found.damaged_segments),
+        "short_segments": list(found.short_segments),
         "flaws": found.counts(),
         "places": [
             {"segment": place.segment, "slot": place.slot, "flaw": flaw.value, "bytes": n}
@@ -65,6 +66,7 @@ def live_findings(found: dict[str, int]) -> dict[str, Any]:
         "payload_bytes": found["payload_bytes"],
         "damaged": damaged > 0,
         "damaged_segments": [],
+        "short_segments": [],
         "flaws": {"payload": damaged} if damaged else {},
         "places": [],
     }
@@ -95,6 +97,7 @@ def stat_of_files(target: Target) -> dict[str, Any]:
             "files": len(heads),
             "free": sum(s.blank or bool(s.header and not s.header.kind) for s in files.segments),
             "damaged": sum(s.header is None and not s.blank for s in files.segments),
+            "short": sum(s.short for s in files.segments),
             "file_bytes": sum(segment.size_bytes for segment in files.segments),
         }
     return {

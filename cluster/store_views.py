@@ -98,7 +98,7 @@ def stat_view(values: Mapping[str, Any], nameless: bool = False) -> RenderableTy
         parts.append(
             Text(
                 f"{of['files']} segments ({size(of['file_bytes'])}), {of['free']} unused,"
-                f" {of['damaged']} with a damaged header"
+                f" {of['damaged']} with a damaged header, {of['short']} that end too soon"
             )
         )
     parts.append(sums_table(values["sums"], nameless))
@@ -164,6 +164,12 @@ def _flaws(values: Mapping[str, Any], verb: str) -> Iterator[str]:
     if values["damaged_segments"]:
         numbers = ", ".join(map(str, values["damaged_segments"]))
         yield f"segment {numbers}: damaged header; `headrace store rebuild-index` makes it anew"
+    if values["short_segments"]:
+        numbers = ", ".join(map(str, values["short_segments"]))
+        yield (
+            f"segment {numbers}: the file ends before its slots do, what stood there is lost;"
+            " `headrace store scrub` gives it its length again"
+        )
     words = {
         "payload": "do not match their checksum",
         "unreadable": "cannot be read",

@@ -43,6 +43,17 @@ class SegmentFile:
         assert self.header is not None
         return SEGMENT_HEADER_BYTES + slot * self.header.slot_bytes
 
+    @property
+    def least_bytes(self) -> int:
+        """What the file must have: all slots that its header counts; unused, one slot."""
+        if self.header is None or self.header.kind is None:
+            return SEGMENT_HEADER_BYTES + ALIGN_BYTES
+        return self.begin(self.header.slots)
+
+    @property
+    def short(self) -> bool:
+        return self.size_bytes < self.least_bytes
+
 
 class StoreDirectory:
     """Opens a directory and holds its lock until `close`; a context manager. Blocking.
@@ -179,6 +190,19 @@ class StoreDirectory:
         write_all(self._calls, segment.descriptor, header.pack(), 0)
         self._calls.sync(segment.descriptor)
         segment.header, segment.blank = header, False
+
+    def blank(self, segment: SegmentFile) -> None:
+        """Make a segment one that was never written: no sound slot may stand in it. Raises
+        `OSError`."""
+        write_all(self._calls, segment.descriptor, bytes(SEGMENT_HEADER_BYTES), 0)
+        self._calls.sync(segment.descriptor)
+        segment.header, segment.blank = None, True
+
+    def lengthen(self, segment: SegmentFile, size_bytes: int) -> None:
+        """Give a file that ends too soon its length; the slots there are free. Raises `OSError`."""
+        self._calls.allocate(segment.descriptor, size_bytes)
+        self._calls.sync(segment.descriptor)
+        segment.size_bytes = self._calls.size_bytes(segment.descriptor)
 
     def sync(self) -> None:
         """Make everything durable. Raises `OSError`."""

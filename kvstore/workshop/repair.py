@@ -3,6 +3,7 @@ serves."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -43,12 +44,14 @@ class Findings:
     objects: int = 0
     payload_bytes: int = 0  # read and verified
     damaged_segments: tuple[int, ...] = ()
+    short_segments: tuple[int, ...] = ()  # the file ends before the slots that it should have
     flaws: list[tuple[DiskPlace, Flaw, int]] = field(default_factory=list)  # place, what, bytes
 
     @property
     def damaged(self) -> bool:
         bad = (Flaw.PAYLOAD, Flaw.UNREADABLE)
-        return bool(self.damaged_segments) or any(flaw in bad for _, flaw, _ in self.flaws)
+        segments = self.damaged_segments or self.short_segments
+        return bool(segments) or any(flaw in bad for _, flaw, _ in self.flaws)
 
     def counts(self) -> dict[str, int]:
         return dict(Counter(flaw.value for _, flaw, _ in self.flaws))
@@ -56,7 +59,7 @@ class Findings:
 
 def verify(directory: StoreDirectory, progress: Progress) -> Findings:
     """Read every object back and compare it with its header. Changes nothing."""
-    found = Findings(damaged_segments=_damaged(directory))
+    found = Findings(damaged_segments=_damaged(directory), short_segments=_short(directory))
     total = directory.n_slots
     for done, (place, header) in enumerate(directory.slots(), 1):
         progress(done, total)
@@ -76,10 +79,22 @@ def verify(directory: StoreDirectory, progress: Progress) -> Findings:
 
 
 def scrub(directory: StoreDirectory, progress: Progress) -> Findings:
-    """`verify`, and blank what does not verify, so that it is an ordinary miss from then on."""
+    """`verify`, blank what does not verify, so that it is an ordinary miss from then on, and give
+    segments that end too soon their length. Raises `OSError`."""
     found = verify(directory, progress)
     erase(directory, found)
+    lengthen(directory)
     return found
+
+
+def lengthen(directory: StoreDirectory) -> None:
+    """Give every file that ends too soon the length that its header or, unused, most others say.
+    Raises `OSError`."""
+    lengths = Counter(s.size_bytes for s in directory.segments if not s.short)
+    usual = lengths.most_common(1)[0][0] if lengths else 0
+    for segment in directory.segments:
+        if segment.short:
+            directory.lengthen(segment, max(segment.least_bytes, usual))
 
 
 def erase(directory: StoreDirectory, found: Findings) -> None:
@@ -101,7 +116,7 @@ class Wishes:
 
 def find_garbage(directory: StoreDirectory, wishes: Wishes, progress: Progress) -> Findings:
     """What nobody can reach, and what is wished away with all that hangs on it. Changes nothing."""
-    found = Findings(damaged_segments=_damaged(directory))
+    found = Findings(damaged_segments=_damaged(directory), short_segments=_short(directory))
     objects: dict[bytes, tuple[DiskPlace, SlotHeader]] = {}
     total = directory.n_slots
     for done, (place, header) in enumerate(directory.slots(), 1):
@@ -186,20 +201,24 @@ def end_pins(path: Path, now_s: float, *, dry_run: bool = False) -> tuple[Pin, .
 
 def rebuild_headers(directory: StoreDirectory, progress: Progress) -> dict[int, int]:
     """Give segments with a damaged header theirs back, made from the headers of their slots:
-    {number of the segment: objects found}. One without any sound slot is left to the store, which
-    frees it. Raises `OSError`."""
+    {number of the segment: objects found}. One without any sound slot becomes unused, and files
+    that end too soon get their length. Raises `OSError`."""
     damaged = _damaged(directory)
-    uid = next((s.header.uid for s in directory.segments if s.header is not None), b"")
+    heads = [s.header for s in directory.segments if s.header is not None]
+    uid = next((h.uid for h in heads if any(h.uid)), os.urandom(8))
     newest = max((s.header.sequence for s in directory.segments if s.header is not None), default=0)
     made: dict[int, int] = {}
     for done, number in enumerate(damaged, 1):
         segment = next(s for s in directory.segments if s.number == number)
         remade = _remade(directory, segment, uid, newest + 1)
-        if remade is not None:
+        if remade is None:
+            directory.blank(segment)
+        else:
             newest += 1
             directory.write_segment_header(segment, remade[0])
-            made[number] = remade[1]
+        made[number] = remade[1] if remade else 0
         progress(done, len(damaged))
+    lengthen(directory)
     return made
 
 
@@ -215,10 +234,14 @@ def _remade(
     size, _ = sizes.most_common(1)[0]
     kind = Counter(header.facts.kind for _, header in alive).most_common(1)[0][0]
     slots = (segment.size_bytes - SEGMENT_HEADER_BYTES) // size if size > HEADER_BYTES else 0
-    if not slots:
-        return None
+    if not slots:  # free, and newer than all that stands in it
+        return SegmentHeader(None, 0, 0, segment.number, generation, 0, uid), 0
     header = SegmentHeader(kind, size, slots, segment.number, generation, sequence, uid)
     return header, len(alive)
+
+
+def _short(directory: StoreDirectory) -> tuple[int, ...]:
+    return tuple(s.number for s in directory.segments if s.short)
 
 
 def _damaged(directory: StoreDirectory) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,13 @@ def values(*words: object, status: int = 0) -> dict:
 
 def test_stat_and_ls_say_what_is_there(directory):
     found = values("stat", directory)
-    assert found["segments"] == {"files": 4, "free": 3, "damaged": 0, "file_bytes": 1 << 20}
+    assert found["segments"] == {
+        "files": 4,
+        "free": 3,
+        "damaged": 0,
+        "short": 0,
+        "file_bytes": 1 << 20,
+    }
     (row,) = found["sums"]
     assert (row["kind"], row["objects"], row["payload_bytes"]) == ("kv", 4, 12_000)
     assert found["chains"] == 1 and found["economics"] is None
@@ -164,6 +171,46 @@ def test_a_lost_header_comes_back(directory):
     assert "segment 0: damaged header" in run("verify", directory, status=1)
     assert values("rebuild-index", directory) == {"segments": {"0": 4}, "objects": 4}
     assert values("verify", directory)["objects"] == 4
+
+
+@pytest.mark.parametrize("length", [0, 100, 4096, 4096 + 2 * SLOT, 200_000])
+@pytest.mark.parametrize("mend", ["scrub", "rebuild-index"])
+def test_a_file_that_ends_too_soon_is_damage(directory, length, mend):
+    path = directory / "segment-000000.seg"
+    os.truncate(path, length)
+    header_gone = 0 < length < 4096
+    for verb in ("verify", "gc"):
+        found = values(verb, directory, status=1)
+        assert found["short_segments"] == [0]
+        assert found["damaged_segments"] == ([0] if header_gone else [])
+        assert "segment 0: the file ends before its slots do" in run(verb, directory, status=1)
+    assert values("stat", directory)["segments"]["short"] == 1
+    values(mend, directory, status=1 if mend == "scrub" else 0)
+    if header_gone and mend == "scrub":  # a header is for rebuild-index
+        assert values("verify", directory, status=1)["damaged_segments"] == [0]
+        values("rebuild-index", directory)
+    left = {4096 + 2 * SLOT: 2, 200_000: 4}.get(length, 0)
+    assert values("verify", directory)["objects"] == left
+    assert path.stat().st_size in (256 << 10, 4096 + 63 * SLOT)
+
+
+@pytest.mark.parametrize("length", [0, 4096, 8191])
+def test_an_unused_segment_without_room_for_a_slot_is_damage(directory, length):
+    path = directory / "segment-000003.seg"
+    os.truncate(path, length)
+    assert values("verify", directory, status=1)["short_segments"] == [3]
+    values("scrub", directory, status=1)
+    assert values("verify", directory)["short_segments"] == []
+    assert path.stat().st_size == 256 << 10
+
+
+def test_a_damaged_header_of_an_unused_segment_is_made_anew(directory):
+    path = directory / "segment-000003.seg"
+    path.write_bytes(b"x" * 4096 + path.read_bytes()[4096:])
+    assert values("verify", directory, status=1)["damaged_segments"] == [3]
+    assert values("rebuild-index", directory) == {"segments": {"3": 0}, "objects": 0}
+    assert values("verify", directory)["objects"] == 4
+    assert values("stat", directory)["segments"]["free"] == 3
 
 
 @pytest.mark.parametrize(
