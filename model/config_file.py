@@ -51,6 +51,7 @@ _IGNORED_KEYS = frozenset(
         "description",
     }
 )
+MAX_INTEGER = (1 << 63) - 1  # what a file may say anywhere; products of some still fit a float
 # V4's file says the experts' format beside the model's keys; it is a matter of the checkpoint.
 _IGNORED_V4 = _IGNORED_KEYS | {"expert_dtype"}
 _TOP_KEYS = (
@@ -181,6 +182,8 @@ def build(cls: type[Any], where: str, values: Mapping[str, Any]) -> Any:
 
 def _typed(key: str, wanted: str, value: Any) -> Any:
     is_int = isinstance(value, int) and not isinstance(value, bool)
+    if is_int and not -MAX_INTEGER <= value <= MAX_INTEGER:
+        raise ConfigError(f"{key}: found {value!r:.60}, wanted at most {MAX_INTEGER}")
     if wanted == "int" and is_int:
         return value
     if wanted == "float" and (is_int or isinstance(value, float)):
@@ -193,4 +196,4 @@ def _typed(key: str, wanted: str, value: Any) -> Any:
         return tuple(_typed(key, "int", item) for item in value)
     if dataclasses.is_dataclass(value) or isinstance(value, Family):
         return value
-    raise ConfigError(f"{key}: found {value!r}, wanted {wanted}")
+    raise ConfigError(f"{key}: found {value!r:.100}, wanted {wanted}")

@@ -53,7 +53,7 @@ def read_index(folder: Path, meter: Meter) -> Index:
     """From model.safetensors.index.json, or from the header of a single model.safetensors.
 
     Raises CheckpointError: no index and no single file, names that are not a file of the folder, a
-    tensor that comes twice.
+    tensor that comes twice, a map without tensors, a total that is no size.
     """
     if (folder / INDEX_NAME).exists():
         document = read_json(folder / INDEX_NAME)
@@ -61,6 +61,9 @@ def read_index(folder: Path, meter: Meter) -> Index:
         if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
             found = f"weight_map {type(weight_map).__name__}, metadata {type(metadata).__name__}"
             raise CheckpointError(f"{INDEX_NAME}: found {found}, wanted two objects")
+        if not weight_map:
+            raise CheckpointError(f"{INDEX_NAME}: found an empty weight_map, wanted tensors in it")
+        _check_total(metadata.get("total_size", 0))
     elif (folder / SINGLE_NAME).exists():
         with Shard.open(folder / SINGLE_NAME, meter) as shard:
             weight_map = {place.spec.name: SINGLE_NAME for place in shard.header.places}
@@ -81,6 +84,12 @@ def read_index(folder: Path, meter: Meter) -> Index:
             raise CheckpointError(f"{name}: found with and without prefix {PREFIX!r}, wanted once")
         tensors[name] = Located(raw_name, file)
     return Index(tensors, metadata)
+
+
+def _check_total(found: object) -> None:
+    number = isinstance(found, int | float) and not isinstance(found, bool)
+    if not number or not 0 <= found < 1 << 63:  # type: ignore[operator]
+        raise CheckpointError(f"{INDEX_NAME}: total_size: found {found!r:.100}, wanted bytes")
 
 
 def _is_file_name(file: str) -> bool:

@@ -27,6 +27,7 @@ from headrace.model.checkpoint.index import (
 from headrace.model.checkpoint.names import Selection, select, tensor_table, unread_prefixes
 from headrace.model.checkpoint.parts import TensorEntry
 from headrace.model.checkpoint.release import ReleaseConfig, read_config
+from headrace.model.checkpoint.remarks import check_architectures, say_odd_sizes
 from headrace.model.checkpoint.shards import CONFIG_NAME, Meter, Shard, TensorPlace, read_json
 
 STAGE_BYTES = 4 << 20  # stored bytes in hand while a tensor is decoded or copied
@@ -88,7 +89,9 @@ class Checkpoint:
         is read.
         """
         folder = Path(folder)
-        release = read_config(read_json(folder / CONFIG_NAME))
+        document = read_json(folder / CONFIG_NAME)
+        release = read_config(document)
+        check_architectures(document, release.model)
         meter = Meter()
         unread = unread_prefixes(release.model)
         index = read_index(folder, meter).without(unread)
@@ -114,6 +117,8 @@ class Checkpoint:
             for shard in shards.values():
                 shard.close()
             raise
+        if not unread:
+            say_odd_sizes(folder, index, shards)
         return cls(release, selection, entries, index, meter, places, shards)
 
     def close(self) -> None:

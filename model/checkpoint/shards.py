@@ -30,6 +30,8 @@ SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 # A release's index has 10 MB; the safetensors format itself allows headers up to 100 MB.
 MAX_JSON_BYTES = 100_000_000
+MAX_DIMENSIONS = 64
+MAX_SIZE = 1 << 63
 
 
 @dataclass(slots=True)
@@ -154,9 +156,10 @@ _FILE_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: 
 
 
 def _is_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
-    )
+    """Bounded, for a product of them must still print: an integer of 4,300 digits does not."""
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        return False
+    return all(type(n) is int and 0 <= n < MAX_SIZE for n in value)
 
 
 def _place(file: str, name: str, value: Any, data_offset: int) -> TensorPlace:
@@ -165,13 +168,15 @@ def _place(file: str, name: str, value: Any, data_offset: int) -> TensorPlace:
             f"{file}: {name}: found {_shown(value)}, wanted dtype, shape and data_offsets"
         )
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         wanted = ", ".join(DTYPE_BYTES)
-        raise CheckpointError(f"{file}: {name}: found dtype {dtype!r}, wanted one of {wanted}")
+        raise CheckpointError(
+            f"{file}: {name}: found dtype {_shown(dtype)}, wanted one of {wanted}"
+        )
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(
             f"{file}: {name}: found shape {_shown(shape)} and data_offsets {_shown(offsets)}, "
-            "wanted sizes from 0 up"
+            f"wanted at most {MAX_DIMENSIONS} sizes from 0 up"
         )
     spec = StoredSpec(name, dtype, tuple(shape))
     if offsets[1] - offsets[0] != spec.n_bytes:

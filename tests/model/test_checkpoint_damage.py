@@ -190,7 +190,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "negative size": (
         lambda f: set_field(f, f"{WKV}.weight", "shape", [-32, -128]),
-        rf"{WKV}.weight: found shape \[-32, -128\] and data_offsets .* wanted sizes from 0",
+        rf"{WKV}.weight: found shape \[-32, -128\] and data_offsets .* wanted at most 64 sizes",
     ),
     "tensors on top of each other": (swap_offsets, "tensors overlap or leave a gap"),
     "field missing": (
@@ -273,6 +273,26 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "index without a map": (
         lambda f: (f / INDEX).write_text("{}"),
         f"{INDEX}: found weight_map NoneType, metadata dict, wanted two objects",
+    ),
+    "index without tensors": (
+        lambda f: in_map(f, lambda names: names.clear()),
+        f"{INDEX}: found an empty weight_map, wanted tensors in it",
+    ),
+    "total that is a list": (
+        lambda f: edit_json(f / INDEX, lambda d: d["metadata"].update(total_size=[])),
+        rf"{INDEX}: total_size: found \[\], wanted bytes",
+    ),
+    "total below zero": (
+        lambda f: edit_json(f / INDEX, lambda d: d["metadata"].update(total_size=-1)),
+        f"{INDEX}: total_size: found -1, wanted bytes",
+    ),
+    "architectures that are no list": (
+        lambda f: edit_json(f / "config.json", lambda d: d.update(architectures={"a": 1})),
+        "architectures: found {'a': 1}, wanted a list of names",
+    ),
+    "dtype that is a list": (
+        lambda f: edit_header(f / FIRST, lambda h: list(h.values())[-1].update(dtype=[])),
+        r"found dtype \[\], wanted one of",
     ),
     "index that is a list": (
         lambda f: (f / INDEX).write_text("[]"),
