@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -194,11 +195,20 @@ def bar(what: str) -> Iterator[Callable[[int, int], None]]:
 def show(values: Any, words: RenderableType, as_json: bool) -> None:
     """Print for people, or as JSON."""
     if as_json:
-        out.print_json(json.dumps(values))
+        out.print_json(json.dumps(_finite(values), allow_nan=False))
         return
     if not out.is_terminal:
         out.width = 160  # piped: nobody's window to fit into
     out.print(words)
+
+
+def _finite(values: Any) -> Any:
+    """With null for what JSON has no number for."""
+    if isinstance(values, dict):
+        return {name: _finite(value) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 @contextlib.contextmanager

@@ -7,18 +7,24 @@ no arena slot, and they end by the clock of the wall.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, HeadraceError
 
+log = logging.getLogger(__name__)
 PINS_FILE = "pins.json"
 MAX_PINS = 1000
 MAX_TTL_S = 366 * 86_400.0
+_LATEST_S = 253_402_300_799  # the end of the year 9999
+_MOST_BYTES = 1 << 20  # of the file: 1,000 pins take less than 400 kB
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -39,6 +45,15 @@ class Pin:
     expires_at_s: float  # Unix seconds
 
     def __post_init__(self) -> None:
+        texts = (self.name, self.namespace, self.tip)
+        if not all(isinstance(text, str) for text in texts):
+            raise ConfigError("a pin's name, namespace and tip must be texts")
+        end_s: object = self.expires_at_s
+        number = isinstance(end_s, int | float) and not isinstance(end_s, bool)
+        if not number or not 0 <= self.expires_at_s <= _LATEST_S:  # NaN neither
+            raise ConfigError(
+                f"a pin's expires_at_s must be a number from 0 to {_LATEST_S}, got {end_s!r:.40}"
+            )
         if not _NAME.fullmatch(self.name):
             raise ConfigError(
                 "a pin's name has 1 to 64 letters, digits, dots, dashes or underscores,"
@@ -86,8 +101,15 @@ class PinBook:
 
     def load(self) -> None:
         """Take up what stands in the file. A pin whose prefix is not there any more holds nothing
-        and stays until its time is over; the quota is not applied to what was granted before."""
-        for pin in read_pins(self._path.parent):
+        and stays until its time is over; the quota is not applied to what was granted before.
+
+        A file that is no list of pins is moved aside: what is pinned is lost, the store starts."""
+        try:
+            found = read_pins(self._path.parent)
+        except ConfigError as error:
+            log.error("no chain is pinned: %s; it is %s now", error.message, self._move_aside())
+            found = ()
+        for pin in found:
             self._enter(pin, self._chain(bytes.fromhex(pin.namespace), bytes.fromhex(pin.tip)))
         self.expire()
 
@@ -148,6 +170,16 @@ class PinBook:
             if not self._keys[key]:
                 del self._keys[key]
 
+    def _move_aside(self) -> Path:
+        """Where the file is now: beside itself, or, if it cannot be moved, where it was."""
+        names = ["damaged", *(f"damaged-{n}" for n in range(2, 100))]
+        for target in (self._path.with_name(f"{PINS_FILE}.{name}") for name in names):
+            if not os.path.lexists(target):
+                with contextlib.suppress(OSError):
+                    os.rename(self._path, target)
+                    return target
+        return self._path
+
     def _write(self) -> None:
         write_pins(self._path.parent, self._pins.values())
 
@@ -155,17 +187,30 @@ class PinBook:
 def read_pins(directory: Path) -> tuple[Pin, ...]:
     """The pins of a store's directory. Raises `ConfigError` for a file that is none of ours."""
     path = directory / PINS_FILE
-    if not path.exists():
-        return ()
     try:
-        values = json.loads(path.read_text("utf-8"))
+        mode = path.lstat().st_mode
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{path} is no regular file, so no list of pins")
+        with open(path, "rb") as source:
+            data = source.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror})") from None
+    if len(data) > _MOST_BYTES:
+        raise ConfigError(f"{path} must have at most {_MOST_BYTES} bytes to be a list of pins")
+    try:
+        values = json.loads(data)
         if values["version"] != 1:
-            raise ConfigError(
-                f"{PINS_FILE} has format version {values['version']!r}, this build reads 1"
-            )
-        return tuple(Pin(**item) for item in values["pins"])
-    except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{path} has format version {values['version']!r:.40}, not 1")
+        pins = tuple(Pin(**item) for item in values["pins"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{path} is no list of pins ({type(error).__name__})") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
+    if len(pins) > MAX_PINS or len({pin.name for pin in pins}) < len(pins):
+        raise ConfigError(f"{path} must have at most {MAX_PINS} pins, each name once")
+    return pins
 
 
 def write_pins(directory: Path, pins: Iterable[Pin]) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from headrace.cluster.cli import app
 from headrace.cluster.reading import read_record
+from headrace.cluster.store_steps import show
 from headrace.cluster.store_views import stat_view
 from headrace.core.deployment import Deployment
 from headrace.core.errors import ConfigError
@@ -211,6 +212,17 @@ def test_a_damaged_header_of_an_unused_segment_is_made_anew(directory):
     assert values("rebuild-index", directory) == {"segments": {"3": 0}, "objects": 0}
     assert values("verify", directory)["objects"] == 4
     assert values("stat", directory)["segments"]["free"] == 3
+
+
+@pytest.mark.parametrize("verb", ["stat", "gc"])
+def test_broken_pins_are_one_sentence_and_no_nan_is_printed(directory, verb, capsys):
+    for text in ("[" * 100_000, '{"version": 1, "pins": [{"name": NaN}]}'):
+        (directory / "pins.json").write_text(text)
+        said = run(verb, directory, status=2)
+        assert "pins.json" in said and "Traceback" not in said
+    capsys.readouterr()
+    show({"a": [float("nan"), {"b": float("-inf")}], "c": 1.5}, "", True)
+    assert json.loads(capsys.readouterr().out) == {"a": [None, {"b": None}], "c": 1.5}
 
 
 @pytest.mark.parametrize(
