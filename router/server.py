@@ -20,7 +20,7 @@ import orjson
 import uvicorn
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from headrace.core.errors import HeadraceError, InvalidRequest, RequestTimeout
+from headrace.core.errors import HeadraceError, InvalidRequest, PayloadTooLarge, RequestTimeout
 from headrace.core.limits import EdgeLimits
 
 log = logging.getLogger(__name__)
@@ -60,14 +60,26 @@ class _Refused(h11.RemoteProtocolError):
 
 
 class _Parser(h11.Connection):
-    """h11's server side with bounds on the trailer of a chunked body, which uvicorn drops."""
+    """h11's server side with bounds on what a chunked body announces: the size of a chunk, refused
+    before its bytes come, and the trailer, which uvicorn drops."""
 
     def __init__(self, limits: EdgeLimits) -> None:
         super().__init__(h11.SERVER, limits.header_bytes)
         self._limits = limits
+        self._body_bytes = 0  # of this request, so far
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._body_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._body_bytes += len(event.data)
+        # h11 has no name for what is left of a chunk; a test notices if this one changes.
+        announced = self._body_bytes + getattr(self._reader, "_bytes_in_chunk", 0)
+        # After an answer the body is dropped anyhow, and the answer must still arrive.
+        if announced > self._limits.body_bytes and self.our_state is h11.SEND_RESPONSE:
+            limit = self._limits.body_bytes
+            raise _Refused(PayloadTooLarge(f"a body is limited to {limit} bytes, got more"))
         if isinstance(event, h11.EndOfMessage):
             try:
                 check_fields(event.headers, self._limits)

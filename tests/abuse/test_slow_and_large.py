@@ -169,6 +169,23 @@ async def test_a_chunked_body_without_length_stops_at_the_cap(rig: Any) -> None:
     await rig.pulse()
 
 
+async def test_a_chunk_larger_than_any_body_is_refused_by_its_size(rig: Any) -> None:
+    """A2: the size alone is enough; not a byte of the chunk was sent."""
+    cap = BODY_CAP
+    head = HEAD + "transfer-encoding: chunked\r\n\r\n"
+    for size in (f"{2**64 - 1:x}", f"{cap + 1:x}", f"2\r\n{{}}\r\n{cap - 1:x}"):
+        sock = await Socket.open(rig.port)
+        await sock.send(head + size + "\r\n")
+        assert await sock.status(0.5) == 413  # before body_deadline_s
+        assert b"payload_too_large" in await sock.rest()
+        sock.close()
+    sock = await Socket.open(rig.port)
+    await sock.send(head + f"2\r\n{{}}\r\n{cap - 2:x}\r\n")
+    assert await sock.status(3) == 408  # the control: it may still come, and does not
+    sock.close()
+    await rig.pulse()
+
+
 async def test_an_answer_before_the_body_reaches_a_client_that_still_sends(rig: Any) -> None:
     """Closing at once would reset the connection and take the answer away."""
     sock = await Socket.open(rig.port)
