@@ -231,7 +231,10 @@ def import_(
         )
         show(asdict(done), words, as_json)
     if done.no_room:
-        err.print("raise store.ssd_bytes, or let `headrace store gc` make room")
+        err.print(
+            "no free slot: start the store once with a larger store.ssd_bytes, or empty whole"
+            " segments with `headrace store gc`"
+        )
         raise typer.Exit(1)
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.kvstore.layout import (
+    ALIGN_BYTES,
+    HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
+    ObjectFacts,
     SegmentHeader,
     SlotHeader,
     checksum,
     slot_bytes,
 )
 from headrace.kvstore.objects import DiskPlace
+from headrace.kvstore.segment_names import segment_name
 from headrace.kvstore.settings import Kind
 from headrace.kvstore.workshop.directory import SegmentFile, StoreDirectory, key_of
 from headrace.kvstore.workshop.shipping import (
@@ -25,6 +29,7 @@ from headrace.kvstore.workshop.shipping import (
     check_target,
     read_objects,
     salt_mark,
+    sizes_of,
     verify_file,
     write_file,
 )
@@ -119,16 +124,50 @@ def check_fits(about: PrefixFile, mark: bytes, namespaces: set[bytes], *, force:
         )
 
 
+def check_sizes(
+    directory: StoreDirectory,
+    namespace: bytes,
+    sizes: Mapping[Kind, int],
+    here: Iterable[ObjectFacts],
+) -> None:
+    """Raises `FileRefused` for a kind whose payloads have another size than those of the namespace
+    that are here, or could stand in no segment of this directory."""
+    longest = max((segment.size_bytes for segment in directory.segments), default=0)
+    room = (longest - SEGMENT_HEADER_BYTES) // ALIGN_BYTES * ALIGN_BYTES - HEADER_BYTES
+    known: dict[Kind, set[int]] = {}
+    for facts in here:
+        if facts.namespace == namespace:
+            known.setdefault(facts.kind, set()).add(facts.payload_bytes)
+    for kind, size in sizes.items():
+        if size > room:
+            raise FileRefused(
+                f"an object must have at most {room} bytes to stand in a segment here, those of"
+                f" kind {kind.value} have {size}: raise store.segment_bytes"
+            )
+        if size not in known.get(kind, {size}):
+            raise FileRefused(
+                f"objects of kind {kind.value} have {min(known[kind])} bytes in this namespace"
+                f" here, those of the file {size}"
+            )
+
+
 def import_file(
     directory: StoreDirectory, path: Path, progress: Progress, *, force: bool = False
 ) -> Imported:
     """Verify a whole prefix file, then write what is missing into free slots and sync.
 
     Raises `FileRefused` before anything is written, and `OSError`."""
+    short = [segment_name(s.number) for s in directory.segments if s.short]
+    if short:
+        raise FileRefused(
+            f"{short[0]} in {directory.path} ends before its slots do: `headrace store scrub` first"
+        )
     found = directory.objects()
     about = verify_file(path, lambda done, total: progress(done, 2 * total))
     namespaces = {header.facts.namespace for _, header in found.values()}
     check_fits(about, salt_mark(directory.path), namespaces, force=force)
+    facts_here = [header.facts for _, header in found.values()]
+    check_sizes(directory, about.namespace, sizes_of(path), facts_here)
     slots = _FreeSlots(directory)
     done = Imported()
     lost: set[bytes] = set()  # digests without room: what hangs on them is not written either
@@ -157,7 +196,6 @@ class _FreeSlots:
     def __init__(self, directory: StoreDirectory) -> None:
         self._directory = directory
         self._next: dict[Kind, tuple[SegmentFile, int]] = {}
-        self._free = [s for s in directory.segments if s.blank or (s.header and not s.header.kind)]
         used: dict[int, int] = {}
         for place, header in directory.slots():
             if header is not None:
@@ -170,29 +208,33 @@ class _FreeSlots:
             before = newest.get(head.kind)
             if before is None or before.header is None or head.sequence > before.header.sequence:
                 newest[head.kind] = segment
+        written = {segment.number for segment in newest.values()}
+        self._free = [
+            s
+            for s in directory.segments
+            if s.blank or (s.header and not (s.header.kind and s.number in {*used, *written}))
+        ]
         for kind, segment in newest.items():
             self._next[kind] = (segment, used.get(segment.number, 0))
 
     def take(self, kind: Kind, payload_bytes: int) -> DiskPlace | None:
         """A place for such an object; begins a free segment if need be. Raises `OSError`."""
         segment, slot = self._next.get(kind, (None, 0))
-        fits = segment is not None and segment.header is not None
-        if segment is None or segment.header is None or slot >= segment.header.slots:
-            size = slot_bytes(payload_bytes)
-            if fits and segment is not None and segment.header is not None:
-                size = max(size, segment.header.slot_bytes)
-            segment, slot = self._begin(kind, size), 0
+        size = slot_bytes(payload_bytes)
+        head = segment.header if segment is not None else None
+        if segment is None or head is None or slot >= head.slots or size > head.slot_bytes:
+            segment, slot = self._begin(kind, max(size, head.slot_bytes if head else 0)), 0
         if segment is None or segment.header is None:
-            return None
-        if slot_bytes(payload_bytes) > segment.header.slot_bytes:
             return None
         self._next[kind] = (segment, slot + 1)
         return DiskPlace(segment.number, slot, segment.header.generation)
 
     def _begin(self, kind: Kind, size: int) -> SegmentFile | None:
-        if not self._free:
+        fitting = (s for s in self._free if s.size_bytes >= SEGMENT_HEADER_BYTES + size)
+        segment = next(fitting, None)
+        if segment is None:
             return None
-        segment = self._free.pop(0)
+        self._free.remove(segment)
         headers = [s.header for s in self._directory.segments if s.header is not None]
         last = segment.header.generation if segment.header is not None else 0
         header = SegmentHeader(

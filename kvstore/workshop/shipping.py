@@ -197,6 +197,26 @@ def read_objects(path: Path) -> Iterator[tuple[SlotHeader, bytes]]:
             yield header, payload
 
 
+def sizes_of(path: Path) -> dict[Kind, int]:
+    """Payload bytes of the blocks and of the window records of a verified file. Raises
+    `FileRefused` for other kinds, and unless all of a kind have one size, as in every store."""
+    sizes: dict[Kind, int] = {}
+    with _opened(path) as source:
+        about = _read_header(source, path)
+        for number in range(about.objects):
+            header = SlotHeader.unpack(source.read(HEADER_BYTES))
+            if header is None:
+                raise FileRefused(f"{path.name}, object {number}: has no sound header")
+            kind, size = header.facts.kind, header.facts.payload_bytes
+            where = f"{path.name}, object {number}: is of kind {kind.value}"
+            if kind not in (Kind.KV, Kind.SWA):
+                raise FileRefused(f"{where}, a prefix file holds kv and swa")
+            if sizes.setdefault(kind, size) != size:
+                raise FileRefused(f"{where} and has {size} bytes, those before {sizes[kind]}")
+            source.seek(size, os.SEEK_CUR)
+    return sizes
+
+
 def _pack_header(about: PrefixFile) -> bytes:
     body = _HEADER.pack(
         _MAGIC,
