@@ -22,6 +22,7 @@ from headrace.model.checkpoint.holdings import check_holds
 from headrace.model.checkpoint.load import TOKENIZER_NAME, load_trunk, load_vision, weights_id
 from headrace.model.checkpoint.names import Selection
 from headrace.model.checkpoint.progress import logged_progress
+from headrace.model.checkpoint.reader import Checkpoint
 from headrace.model.checkpoint.release import read_config
 from headrace.model.checkpoint.shards import CONFIG_NAME, read_json
 from headrace.model.config import ModelConfig, checkpoint_folder, package_models
@@ -51,16 +52,23 @@ class ServedModel:
     def check(self, *, vision: bool = False) -> None:
         """Whether the deployment's keys say one thing about its weights, and a checkpoint's index
         has the text model, with `vision` the tower too; reads no weight. Raises `ConfigError`
-        naming key, bound and value, `CheckpointError` for a folder without files or parts."""
+        naming key, bound and value, `CheckpointError` for a folder without files or parts and for a
+        file that its index and header do not fit."""
         d = self.deployment
         d.check_model_name(package_models())
         if d.checkpoint and not os.path.isdir(d.checkpoint):
             raise ConfigError(f"deployment.checkpoint must be a folder, got {d.checkpoint!r:.200}")
         config = self.config()
         if self.folder is not None:
-            check_holds(self.folder, Selection.TEXT)
+            selections = [Selection.TEXT]
             if vision and config.vision is not None:
-                check_holds(self.folder, Selection.VISION)
+                selections.append(Selection.VISION)
+            for selection in selections:
+                check_holds(self.folder, selection)
+                # A file that is damaged is no better at a role's second start than at its first.
+                # A leader's host may have no shard: there the roles' hosts find out.
+                if any(self.folder.glob("*.safetensors")):
+                    Checkpoint.open(self.folder, selection).close()
             return
         if Weights(d.weights) is Weights.PACKED:
             raise ConfigError(

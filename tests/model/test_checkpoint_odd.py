@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from headrace.core.deployment import Deployment
 from headrace.core.errors import HeadraceError
 from headrace.model import ModelConfig
 from headrace.model.checkpoint import (
@@ -24,6 +26,7 @@ from headrace.model.checkpoint import (
 from headrace.model.checkpoint.release import read_config
 from headrace.model.checkpoint.remarks import check_architectures
 from headrace.model.checkpoint.shards import parse_header
+from headrace.model.served import ServedModel
 
 INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-00003.safetensors"
@@ -110,3 +113,19 @@ def test_what_looks_wrong_and_harms_nothing_is_said(
         "other.safetensors: found beside the checkpoint, not in the index: not read",
         f"{INDEX}: total_size: found {total + 1}, the files hold {total} bytes",
     ]
+
+
+def test_a_damaged_folder_is_refused_before_any_role_reads_a_weight(
+    sound: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "toy"
+    shutil.copytree(sound, folder)
+    served = ServedModel(Deployment(model="mine", checkpoint=str(folder)))
+    served.check(vision=True)
+    number = (folder / FIRST).stat().st_size
+    os.truncate(folder / FIRST, number - 1)
+    with pytest.raises(CheckpointError, match=rf"{FIRST}: truncated, found {number - 1} bytes"):
+        served.check(vision=True)
+    (folder / FIRST).unlink()
+    with pytest.raises(CheckpointError, match=f"{FIRST}: shard missing"):
+        served.check()
