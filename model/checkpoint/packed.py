@@ -43,7 +43,7 @@ class PackedTensors(Mapping[str, torch.Tensor]):
             self._report(entry)
 
     def _report(self, entry: TensorEntry) -> None:
-        if self._on_progress is not None and entry.name not in self._seen:
+        if self._on_progress is not None and not entry.optional and entry.name not in self._seen:
             self._seen.add(entry.name)
             self._done_bytes += entry.n_bytes
             self._on_progress(Progress(entry.name, self._done_bytes, self._total_bytes))

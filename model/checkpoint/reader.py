@@ -308,7 +308,7 @@ class _Tensors(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self._entries[name]
         values = self._checkpoint.widen(entry, self._dtype)
-        if self._on_progress is not None and name not in self._seen:
+        if self._on_progress is not None and not entry.optional and name not in self._seen:
             self._seen.add(name)
             self._done_bytes += entry.n_bytes
             self._on_progress(Progress(name, self._done_bytes, self._total_bytes))

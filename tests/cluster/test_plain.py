@@ -306,6 +306,11 @@ def test_ending_a_run_takes_nothing_from_the_one_that_follows(short_temp: Path) 
         sleeper.communicate(b"\n")
 
 
+def _take_interrupts() -> None:
+    """A suite that runs in the background of a shell inherits an ignored SIGINT, and hands it on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_in_the_foreground_ctrl_c_ends_everything(short_temp: Path) -> None:
     run = RunDir(short_temp, "plain")
     path = write(run, 0)
@@ -317,6 +322,7 @@ def test_in_the_foreground_ctrl_c_ends_everything(short_temp: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_take_interrupts,
     )
     with process:
         assert process.stdout is not None
@@ -353,6 +359,7 @@ def test_a_start_that_is_interrupted_leaves_nothing_running(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_take_interrupts,
     )
     with process:
         assert process.stderr is not None

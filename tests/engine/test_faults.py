@@ -143,6 +143,7 @@ def test_a_poison_sequence_fails_alone_and_its_neighbours_lose_nothing(
 class _Stand:
     def __init__(self, trunk: Any, trap: HalfWay) -> None:
         self.config = trunk.config
+        self.reads_ahead = trunk.reads_ahead
         self.forward = trap.forward
 
 
