@@ -307,7 +307,7 @@ def test_ending_a_run_takes_nothing_from_the_one_that_follows(short_temp: Path) 
 
 
 def _take_interrupts() -> None:
-    """A suite that runs in the background of a shell inherits an ignored SIGINT, and hands it on."""
+    """A suite in the background of a shell inherits an ignored SIGINT, and hands it on."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
