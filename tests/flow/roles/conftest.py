@@ -142,7 +142,7 @@ class Cluster:
             assert decode.work is not None
             assert await decode.work.committer.flush(5.0)
 
-    async def at_rest(self, within_s: float = 5.0) -> None:
+    async def at_rest(self, within_s: float = 1.0) -> None:
         """Within `within_s` every engine block and slot, job, lease and reservation is back."""
         problem: str | None = "not looked"
         try:

@@ -148,7 +148,7 @@ class Service:
         assert usage["prompt_tokens"] == len(self.prompt(body)[0])
         return usage
 
-    async def at_rest(self, within_s: float = 5.0) -> None:
+    async def at_rest(self, within_s: float = 1.0) -> None:
         async with asyncio.timeout(within_s):
             while any(v.work.jobs or v.work.held_leases or v.store.held for v in self.visions):
                 await asyncio.sleep(0.01)
