@@ -331,9 +331,11 @@ async def test_garbage_behind_a_running_answer_harms_only_its_connection(rig: An
 
 
 async def test_a_client_that_reads_nothing_is_cancelled_after_the_stall_limit(rig: Any) -> None:
-    """F2. The answer must exceed what socket buffers hold, so it is a long one."""
-    decode = rig.decodes[0]
+    """F2. The answer must exceed what socket buffers hold, so it is a long one; decode holds its
+    end back, or it could have said everything before the client counts as stalled."""
+    decode, never = rig.decodes[0], asyncio.Event()
     decode.script.token_ids = rig.reference_ids * 1000
+    decode.script.gate = lambda index: never if index >= 6900 else None
     cancels = len(decode.cancels)
     body = json.dumps(BODY | {"stream": True, "max_tokens": 7000, "prompt": "a"})
     raw = socket.socket()
@@ -345,12 +347,14 @@ async def test_a_client_that_reads_nothing_is_cancelled_after_the_stall_limit(ri
     await sock.send(HEAD + f"content-length: {len(body)}\r\n\r\n{body}")
     await rig.until(lambda: decode.running)
     try:
-        await rig.until(rig.nothing_held, 8.0)
+        await rig.until(rig.nothing_held, 30.0)
         assert rig.records()[-1]["finish"] == "cancelled"
+        await rig.until(lambda: len(decode.cancels) > cancels)
         assert len(decode.cancels) == cancels + 1
         assert 0 < rig.records()[-1]["completion_tokens"] <= 7000
     finally:
         decode.script.token_ids = None
+        decode.script.gate = lambda index: None
         sock.close()
     await rig.pulse()
 
