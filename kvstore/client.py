@@ -85,6 +85,7 @@ class StoreClient:
         self._reporting: set[Place] = set()
         self._reserved: set[int] = set()
         self._leases: dict[JobKey, float] = {}
+        self._over: dict[JobKey, float] = {}  # released as a whole, until the store forgets it too
         self.read_misses = 0  # `read_into` that answered False
         self.attaches = 0
 
@@ -138,6 +139,7 @@ class StoreClient:
             pause_s = _BACKOFF_S[0]
             if self._mapped is None or self._mapped[0] != connection.boot:
                 self._leases.clear()  # they ended with the store that gave them
+                self._over.clear()
             self._connection = connection
             self._mapped = (connection.boot, connection.arena)
             self._reserved.clear()
@@ -348,6 +350,7 @@ class StoreClient:
         process, is served but leased no more."""
         if kind is None:
             self._leases.pop(lease, None)
+            self._remember_over(lease)
         connection = self._connection
         if connection is None:
             return
@@ -389,5 +392,14 @@ class StoreClient:
         return found
 
     def _note(self, lease: JobKey | None, taken: bool) -> None:
-        if lease is not None and taken:
+        # An answer to what was asked before a release may come after it; the store leases nothing
+        # for an owner that is over.
+        if lease is not None and taken and lease not in self._over:
             self._leases[lease] = self._clock.now_s() + self._lease_s
+
+    def _remember_over(self, lease: JobKey) -> None:
+        now_s = self._clock.now_s()
+        self._over.pop(lease, None)  # to the end: the oldest stand first
+        self._over[lease] = now_s + self._lease_s
+        while next(iter(self._over.values())) <= now_s:
+            del self._over[next(iter(self._over))]

@@ -283,6 +283,30 @@ async def test_release_of_one_kind_leaves_the_other(rig, things):
     await client.release(key)
 
 
+async def test_an_answer_that_comes_after_the_release_holds_nothing(rig, things):
+    """What was asked before a release and is answered after it: the store has let go by then."""
+    await rig.start()
+    client, writer = await rig.client(), await rig.client()
+    await writer.put(Kind.KV, things.blocks(1, 2))
+    await writer.put(Kind.SWA, things.windows(2))
+    block = things.digest(1)
+    asks = {
+        "prefix": lambda key: client.open_prefix([block], key),
+        "window": lambda key: client.open_windows([(384, things.digest(2))], key),
+        "objects": lambda key: client.open_objects(Kind.KV, [block], key),
+        "renewal": lambda key: client.renew(key),
+        "put": lambda key: client.put(Kind.KV, things.blocks(7), lease=key, wait_s=1.0),
+    }
+    for name, ask in asks.items():
+        key = things.lease(name)
+        if name == "renewal":
+            await client.open_prefix([block], key)
+        answer, _ = await asyncio.gather(ask(key), client.release(key))
+        assert answer, name
+        stat = await client.stat()
+        assert (stat.leases, stat.reservations, client.held) == (0, 0, 0), name
+
+
 async def test_a_wrong_token_and_garbage_are_refused(rig, things):
     await rig.start()
     stranger = StoreClient(rig.role.listen, "another token", things.namespace)
