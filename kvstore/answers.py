@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
@@ -16,6 +17,7 @@ from headrace.kvstore.settings import Kind
 from headrace.kvstore.state import StoreState
 from headrace.kvstore.workshop.survey import Seen, chains, plain, sums
 
+log = logging.getLogger(__name__)
 MAX_ROWS = 10_000
 
 
@@ -57,6 +59,9 @@ class Answers:
             return Answer(question.call, False, error.message)
         except ValueError as error:
             return Answer(question.call, False, str(error)[:200])
+        except Exception as error:
+            log.exception("a question about %s failed", question.topic)
+            return Answer(question.call, False, f"the store failed: {type(error).__name__}")
         return Answer(question.call, True, json.dumps(values))
 
     async def _chains(self, text: str) -> dict[str, Any]:

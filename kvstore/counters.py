@@ -49,6 +49,7 @@ class Counters:
     unsaved: int = 0  # objects that stay in the arena only
     refused: int = 0
     loads: int = 0
+    read_errors: int = 0  # batches whose read failed in an unforeseen way
     writes: int = 0
     evicted: int = 0  # arena copies that made room, or went idle
     evictions: dict[Eviction, int] = field(default_factory=lambda: dict.fromkeys(Eviction, 0))

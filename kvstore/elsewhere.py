@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.core.clock import Clock
+from headrace.core.errors import HeadraceError
 from headrace.core.ids import Digest
 from headrace.kvstore.absent import AbsentKeys
+from headrace.kvstore.io_threads import guarded
 from headrace.kvstore.records import (
     FORGET,
     IndexRecord,
@@ -76,7 +78,10 @@ class Elsewhere:
         if not wanted:
             return []
         if len(self._by_epoch) < len(self.folders):
-            self._by_epoch = await asyncio.to_thread(folders_by_epoch, self.folders)
+            try:
+                self._by_epoch = await asyncio.to_thread(guarded(self._folders))
+            except (OSError, HeadraceError):
+                log.exception("the shared folders were not read")
         keys = [key for _, key in wanted]
 
         values: list[bytes | None] = []
@@ -136,6 +141,9 @@ class Elsewhere:
                 in_memory = record.tier is Tier.HOST
                 found.append((2 if in_memory else 0, store.address == before, where))
         return max(found, key=lambda one: one[:2])[2] if found else None
+
+    def _folders(self) -> dict[int, SharedFolder]:
+        return folders_by_epoch(self.folders)
 
     async def forget(self, where: Where) -> None:
         """Compare-and-delete of one record."""

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+from headrace.core.errors import HeadraceError
+from headrace.kvstore.io_threads import in_thread
 from headrace.kvstore.layout import SlotHeader, checksum
 from headrace.kvstore.objects import Entry
 from headrace.kvstore.segments import SegmentFiles
 from headrace.kvstore.slot_io import SlotMove
 from headrace.kvstore.state import StoreState
 
+log = logging.getLogger(__name__)
 _JOB_BYTES = 512 << 10  # read in one go of an I/O thread; several are under way
 
 
@@ -81,11 +86,15 @@ class Loader:
 
     async def _load(self, batch: Sequence[tuple[Entry, int]]) -> None:
         loop = asyncio.get_running_loop()
-        sound: list[bool | None] = [None] * len(batch)  # unknown, if this is cancelled
+        sound: list[bool | None] = [None] * len(batch)  # unknown, if this fails
         try:
             began_s = loop.time()
-            sound[:] = await loop.run_in_executor(self._threads, self._read, batch)
+            sound[:] = await in_thread(self._threads, partial(self._read, batch))
             self._state.count.load_s.observe(loop.time() - began_s)
+        except (OSError, HeadraceError):
+            # Nothing is known of what is on disk: a miss for whoever waits, and it stays there.
+            self._state.count.read_errors += 1
+            log.exception("a batch of %d objects was not read", len(batch))
         finally:
             for (entry, slot), good in zip(batch, sound, strict=True):
                 del self._running[entry.key]

@@ -70,6 +70,7 @@ def families(snapshot: Snapshot, names: Mapping[int, str]) -> Iterator[Family]:
         Metric.STORE_WRITTEN: stat.writes,
         Metric.STORE_RECYCLED: stat.recycled,
         Metric.STORE_WRITE_ERRORS: stat.write_errors,
+        Metric.STORE_READ_ERRORS: count.read_errors,
         Metric.STORE_INDEX_ERRORS: stat.index_errors,
     }
     for metric, value in plain.items():
@@ -139,6 +140,7 @@ _TEXTS = {
     Metric.STORE_DAMAGED: "objects that did not verify",
     Metric.STORE_DROPPED: "puts refused for want of room",
     Metric.STORE_UNSAVED: "objects that stay in memory only",
+    Metric.STORE_READ_ERRORS: "batches of a read that failed in an unforeseen way: misses",
     Metric.STORE_INDEX_LAG: "time since the index last held everything; 0 when it does",
     Metric.STORE_PENDING: "objects that wait for their sync",
 }

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _BATCH_BYTES = 4 << 20
 _BATCH = 64
 _THREADS = 4
+_HUNG_S = 2.0  # after the deadline: time to give slots back, as far as they can be
 _PEERS = 256  # addresses remembered: every restart of a store may bring a new one
 
 
@@ -82,8 +83,9 @@ class Peers:
             found = await self._elsewhere.find(kind, namespace, digests, run=run)
             items = [Item(where) for where in found[:most]]
             waits = self._begin(kind, namespace, items)
-            if waits:
-                await asyncio.wait(waits)
+            if waits:  # a thread that a hung mount holds is not waited for
+                limit_s = self.deadline_s(kind, len(items)) + _HUNG_S
+                await asyncio.wait(waits, timeout=limit_s)
             here: dict[Digest, Entry] = {}
             for item in items:
                 # At this moment it is pinned by its batch or it is gone; nothing is awaited.
@@ -179,7 +181,8 @@ class Peers:
             # Not cancelled: its thread may be writing into our slots, which are given back when
             # that has ended, and not before.
             await asyncio.wait({work})
-        if work.exception() is not None:
+        if not work.cancelled() and work.exception() is not None:
+            self.count.away += 1
             log.error("a transfer failed", exc_info=work.exception())
 
     async def _in_turn(self, peer: Peer, transfer: Transfer) -> None:

@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.core.errors import WireError
+from headrace.core.errors import HeadraceError, WireError
 from headrace.core.ids import Digest
 from headrace.core.limits import WireLimits
 from headrace.core.states import Visibility
 from headrace.kvstore.breaker import Breaker
 from headrace.kvstore.elsewhere import Where
+from headrace.kvstore.io_threads import guarded
 from headrace.kvstore.layout import HEADER_BYTES, SlotHeader, checksum
 from headrace.kvstore.objects import Entry, Saving, object_key
 from headrace.kvstore.peers_wire import Doubt, Fetch, Offer, PeerGone, PeerSocket
@@ -267,9 +268,11 @@ class Transfer:
         self._sock.receive_into(views)
         sums.extend(map(checksum, views))
 
-    async def _in_thread(self, work: Any) -> Any:
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
         """Run and wait, even when cancelled: the thread may be using our slots."""
-        future = asyncio.get_running_loop().run_in_executor(self._desk.threads, work)
+        future = asyncio.get_running_loop().run_in_executor(
+            self._desk.threads, guarded(work, (OSError, HeadraceError, PeerGone))
+        )
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:

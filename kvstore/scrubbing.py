@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+from headrace.kvstore.io_threads import in_thread
 from headrace.kvstore.objects import Entry
 from headrace.kvstore.second_chance import is_sound
 from headrace.kvstore.segments import SegmentFiles
@@ -23,14 +24,13 @@ async def scrub_segment(
     entries = sorted(
         state.disks.by_segment.get(segment, ()), key=lambda e: e.disk.slot if e.disk else 0
     )
-    loop = asyncio.get_running_loop()
     sound = sound_bytes = damaged = 0
     for begin in range(0, len(entries), _BATCH):
         batch = [e for e in entries[begin : begin + _BATCH] if e.disk and not e.dropped]
         for entry in batch:
             state.pin(entry)
         try:
-            good = await loop.run_in_executor(threads, _read, files, batch)
+            good = await in_thread(threads, partial(_read, files, batch))
         finally:
             for entry in batch:
                 state.unpin(entry)

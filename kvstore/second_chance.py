@@ -63,8 +63,9 @@ async def reuse(
     """Give a segment its next life with slots of `kind`; None when that must not be now. What lay
     there is told to `publish` by key before any slot is written again.
 
-    Holds at most `policy.MUST_STAY_MOST` of a segment in memory. Raises `OSError` when the segment
-    could not be begun anew; what it held is forgotten by then, and its old slots are on disk."""
+    Holds at most `policy.MUST_STAY_MOST` of a segment in memory. Raises `OSError` or
+    `HeadraceError` when the segment could not be begun anew; what it held is forgotten by then, and
+    its old slots are on disk."""
     header = segment.header
     lifted: dict[Entry, _Lifted] = {}
     for _ in range(_TRIES):
@@ -132,8 +133,8 @@ def _write(files: SegmentFiles, carried: Sequence[_Lifted]) -> list[Moved]:
         header = SlotHeader(entry.facts, entry.checksum, 0, 0, 0, entry.written_at_s)
         try:
             files.write(place, one.payload, header)
-        except OSError as error:
-            log.warning("an object that was kept is lost: %s", error.strerror)
+        except Exception as error:  # of whatever sort: it costs this object alone
+            log.warning("an object that was kept is lost: %r", error)
             continue
         moved.append(Moved(header, place))
     return moved

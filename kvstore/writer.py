@@ -21,6 +21,7 @@ from typing import TypeVar
 from headrace.core import faults
 from headrace.core.errors import HeadraceError
 from headrace.kvstore.breaker import Breaker
+from headrace.kvstore.io_threads import in_thread
 from headrace.kvstore.layout import SlotHeader, checksum
 from headrace.kvstore.objects import DiskPlace, Entry
 from headrace.kvstore.publisher import Publisher
@@ -141,7 +142,7 @@ class Writer:
         if not writes:
             return
         jobs = _jobs(writes)
-        done = await asyncio.gather(*(self._in_thread(partial(self._write_job, j)) for j in jobs))
+        done = await asyncio.gather(*map(self._outcomes, jobs))
         failed = False
         for write, outcome in zip(writes, chain.from_iterable(done), strict=True):
             if outcome is _Outcome.WRITTEN:
@@ -156,6 +157,13 @@ class Writer:
                 self._state.drop(write.entry, erase=False)
         if failed:
             self._disk.failure()
+
+    async def _outcomes(self, writes: Sequence[_Write]) -> list[_Outcome]:
+        try:
+            return await self._in_thread(partial(self._write_job, writes))
+        except (OSError, HeadraceError):  # of some it may be on disk, of none it is believed
+            log.exception("a batch of %d objects was not written", len(writes))
+            return [_Outcome.FAILED] * len(writes)
 
     def _write_job(self, writes: Sequence[_Write]) -> list[_Outcome]:
         # In an I/O thread. The entries are pinned, so their slots stay; a client that wrote over
@@ -197,8 +205,8 @@ class Writer:
                     self._in_thread,
                     self._publisher.publish,
                 )
-            except OSError as error:
-                log.warning("segment %d cannot be reused: %s", segment.number, error.strerror)
+            except (OSError, HeadraceError) as error:
+                log.warning("segment %d cannot be reused: %s", segment.number, error)
                 self._failed()
                 return None
             if reused is None:
@@ -258,16 +266,16 @@ class Writer:
         for place in places:
             try:
                 await self._in_thread(partial(self._files.erase, place))
-            except OSError as error:
+            except (OSError, HeadraceError) as error:
                 self._failed()
-                log.warning("a damaged slot could not be blanked: %s", error.strerror)
+                log.warning("a damaged slot could not be blanked: %s", error)
 
     def _failed(self) -> None:
         self.errors += 1
         self._disk.failure()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await in_thread(self._threads, work)
 
 
 def _jobs(writes: Sequence[_Write]) -> list[list[_Write]]:
