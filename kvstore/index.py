@@ -43,11 +43,13 @@ NO_HITS = Hits()
 class IndexReader:
     """Reads the index; never raises, answers 'nothing stored' on any error or late answer.
 
-    Calls share one deadline of 50 ms and a breaker: after three failures in a row nothing is asked
-    for a second. Used from one event loop."""
+    A look-up ends within `deadline_s`, and a breaker is shared: after three failures in a row
+    nothing is asked for a second. Used from one event loop."""
 
-    def __init__(self, redis_url: str, *, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._link = RedisLink(redis_url, DEADLINE_S, clock)
+    def __init__(
+        self, redis_url: str, *, deadline_s: float = DEADLINE_S, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._link = RedisLink(redis_url, deadline_s, clock)
         self._live: dict[int, int] = {}  # epochs by store; asked for anew with every look-up
 
     @property
@@ -60,14 +62,12 @@ class IndexReader:
         """Calls that failed or were late, since the start."""
         return self._link.errors
 
-    async def hit_blocks(
-        self, namespace: bytes, digests: Sequence[Digest], deadline_s: float = DEADLINE_S
-    ) -> Hits:
+    async def hit_blocks(self, namespace: bytes, digests: Sequence[Digest]) -> Hits:
         """One look-up of a chain of block digests from the root on, cut at the first hole."""
         if not digests:
             return NO_HITS
         joined = b"".join(digests)
-        until_s = time.monotonic() + min(deadline_s, DEADLINE_S)
+        until_s = time.monotonic() + self._link.deadline_s
         try:
             values: list[bytes | None] = []
             for begin in range(0, len(digests), _KEYS_A_CALL):
@@ -114,11 +114,7 @@ class IndexReader:
         self._live.update(_live(zip(numbers, answer, strict=True)))
 
     async def present(
-        self,
-        namespace: bytes,
-        kind: Kind,
-        digests: Sequence[Digest],
-        deadline_s: float = DEADLINE_S,
+        self, namespace: bytes, kind: Kind, digests: Sequence[Digest]
     ) -> frozenset[Digest]:
         """Those of `digests` that some live store has listed as an object of `kind`. A hint, as
         `hit_blocks` is: what is sealed and not yet listed is missing here."""
@@ -126,9 +122,9 @@ class IndexReader:
             return frozenset()
         keys = [record_key(kind, namespace, digest) for digest in digests]
 
-        until_s = time.monotonic() + min(deadline_s, DEADLINE_S)
+        until_s = time.monotonic() + self._link.deadline_s
         try:
-            values = await self._link.get_many(keys, deadline_s)
+            values = await self._link.get_many(keys)
             numbers = store_numbers(values)
             names = [store_key(number) for number in numbers]
             live = await self._link.get_many(names, until_s - time.monotonic())

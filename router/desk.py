@@ -125,7 +125,7 @@ class Desk:
     async def pictures_present(self, digests: Sequence[Digest]) -> frozenset[Digest]:
         """Those of these pictures whose rows the index lists."""
         namespace = self.card().namespace().digest()
-        return await self._index.present(namespace, Kind.MM, digests, self._settings.lookup_s)
+        return await self._index.present(namespace, Kind.MM, digests)
 
     def accept(
         self,

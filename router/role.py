@@ -74,7 +74,7 @@ class RouterProcess:
         self.meters = Meters()
         self.ledger = Ledger()
         self._records = RecordFile(Path(role.run_dir) / RECORDS)
-        self._index = IndexReader(role.redis_url)
+        self._index = IndexReader(role.redis_url, deadline_s=router.lookup_s)
         self._board = MemberBoard.of(role)
         self.desk = Desk(router, deployment, self.ledger, self._index, self)
         self.replicas = Replicas(

@@ -213,14 +213,14 @@ class Rooms:
     async def _look_up(self, request: GenRequest, card: ModelCard) -> Hits:
         """What is stored of the prompt: the exact blocks, and in mode `replay` those behind them
         that a replay wrote."""
-        lookup_s, exact = self._settings.lookup_s, card.namespace().digest()
+        exact = card.namespace().digest()
         if request.exact_root is None:
-            return await self._index.hit_blocks(exact, request.digests, lookup_s)
+            return await self._index.hit_blocks(exact, request.digests)
         digests = request.exact_digests(request.token_ids)
-        first = await self._index.hit_blocks(exact, digests, lookup_s)
+        first = await self._index.hit_blocks(exact, digests)
         own = card.namespace(self._deployment.exactness).digest()
         rest = request.digests[first.blocks :]
-        behind = await self._index.hit_blocks(own, rest, lookup_s)
+        behind = await self._index.hit_blocks(own, rest)
         tiers = Counter(first.by_tier) + Counter(behind.by_tier)
         return Hits(first.blocks + behind.blocks, tiers)
 

@@ -83,7 +83,7 @@ class RouterSettings:
             ("default_max_tokens", 1, 1 << 20),
             ("open_requests", 1, 1 << 20),
             ("queue_ahead", 0, 1 << 16),
-            ("lookup_s", 0, 0.05),  # the store answers as a miss after 50 ms anyway
+            ("lookup_s", 0, 10),
             ("keepalive_s", 0.01, 3600),
             ("drain_s", 0, 3600),
             ("retries", 0, 10),

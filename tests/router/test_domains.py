@@ -46,8 +46,8 @@ async def test_two_keys_of_one_domain_share(rigs: Any) -> None:
 async def test_stored_blocks_make_the_route_local(rigs: Any, tmp_path: Path) -> None:
     """A real store behind a real index: the same prompt goes through prefill while it is unknown,
     straight to decode once its blocks and a window record are listed, and for another tenant
-    through prefill again."""
-    async with rigs(prefills=1, local_prefill_rows=200) as rig:
+    through prefill again. A look-up that is late counts as a miss, hence the patience."""
+    async with rigs(prefills=1, local_prefill_rows=200, lookup_s=10.0) as rig:
         assert (await rig.client.post("/v1/completions", json=BODY)).status_code == 200
         assert len(rig.prefills[0].jobs) == 1
         request = rig.decodes[0].jobs[0].request
@@ -76,12 +76,10 @@ async def test_stored_blocks_make_the_route_local(rigs: Any, tmp_path: Path) -> 
                 Kind.SWA, [(window, bytes(256))], parent=request.digests[6], first_block=7
             )
             assert None not in put
-            reader = IndexReader(rig.redis_url)
-            for _ in range(200):
-                hits = await reader.hit_blocks(namespace, request.digests)
-                if hits.blocks == 7 and hits.windows:
-                    break
-                await asyncio.sleep(0.02)
+            reader = IndexReader(rig.redis_url, deadline_s=10.0)
+            async with asyncio.timeout(60):
+                while not (hits := await reader.hit_blocks(namespace, request.digests)).windows:
+                    await asyncio.sleep(0.02)
             assert (hits.blocks, hits.windows) == (7, (896,))
             await reader.close()
             assert (await rig.client.post("/v1/completions", json=BODY)).status_code == 200

@@ -94,7 +94,7 @@ class Service:
     async def routable(self, visions: int) -> None:
         """Wait until the router knows so many vision replicas, and all others."""
         wanted = {Role.VISION: visions, Role.PREFILL: 1, Role.DECODE: 2}
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while any(len(self.router.replicas.routable(r)) < n for r, n in wanted.items()):
                 await asyncio.sleep(0.01)
 
@@ -159,7 +159,7 @@ class Service:
         """All that a request left is in the index."""
         await self.cluster.written()
         _, spans, _ = self.prompt(body)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (stat := await self.cluster.prefill.store.stat()).index_unlisted or stat.pending:
                 await asyncio.sleep(0.02)
             while not await self.present(spans):
@@ -202,6 +202,7 @@ async def service(
         keys=(ApiKey(KEY, "tenant-a"),),
         port=0,
         drain_s=0.2,
+        lookup_s=10.0,  # one that is late counts as a miss, and vision would be called again
         tokenizer="tokenizer-1024",
         images=True,
         fetch=fetch,
