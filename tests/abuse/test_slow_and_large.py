@@ -126,9 +126,9 @@ async def test_a_long_answer_is_no_late_head(rig: Any) -> None:
 
 async def test_500_idle_connections_leave_others_alone(rig: Any) -> None:
     idle = [await Socket.open(rig.port) for _ in range(500)]
-    times = [await normal_request(rig) for _ in range(5)]
-    assert max(times) < 2.0  # they are served at all; a measured figure is not asserted
-    statuses = await asyncio.gather(*(sock.status(10.0) for sock in idle))
+    for _ in range(5):
+        await normal_request(rig)  # they are served at all; a measured figure is not asserted
+    statuses = await asyncio.gather(*(sock.status() for sock in idle))
     assert statuses == [408] * 500
     for sock in idle:
         sock.close()
@@ -176,12 +176,12 @@ async def test_a_chunk_larger_than_any_body_is_refused_by_its_size(rig: Any) -> 
     for size in (f"{2**64 - 1:x}", f"{cap + 1:x}", f"2\r\n{{}}\r\n{cap - 1:x}"):
         sock = await Socket.open(rig.port)
         await sock.send(head + size + "\r\n")
-        assert await sock.status(0.5) == 413  # before body_deadline_s
+        assert await sock.status() == 413  # waiting for it would end in the control's 408
         assert b"payload_too_large" in await sock.rest()
         sock.close()
     sock = await Socket.open(rig.port)
     await sock.send(head + f"2\r\n{{}}\r\n{cap - 2:x}\r\n")
-    assert await sock.status(3) == 408  # the control: it may still come, and does not
+    assert await sock.status() == 408  # the control: it may still come, and does not
     sock.close()
     await rig.pulse()
 

@@ -311,6 +311,7 @@ def _take_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.timeout(900)
 def test_in_the_foreground_ctrl_c_ends_everything(short_temp: Path) -> None:
     run = RunDir(short_temp, "plain")
     path = write(run, 0)
@@ -336,7 +337,7 @@ def test_in_the_foreground_ctrl_c_ends_everything(short_temp: Path) -> None:
         assert {member.name for member in members} >= {"valkey-server"}
         assert process.pid not in {member.pid for member in members}
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60.0)
+        _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     assert f"at {state.url}" in out and "curl -N" in out and run.api_key("local") in out
     assert "stopped; no process is left" in err

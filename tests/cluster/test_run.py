@@ -24,14 +24,14 @@ from headrace.core.errors import ConfigError
 # A leader with two children; one has its own process group, one takes no SIGTERM.
 FAMILY = """
 import os, signal, subprocess, sys, time
-stay = "print(flush=True); time.sleep(60)"
+stay = "print(flush=True); time.sleep(600)"
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + stay
 plain = "import os, time; os.setpgid(0, 0); " + stay
 for code in (stubborn, plain):
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     child.stdout.readline()
 print("up", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -217,10 +217,10 @@ def test_listeners_are_seen_as_they_are(host: str, family: int, loopback: bool) 
         process.communicate("")
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, "did not come about"
         time.sleep(0.01)
 
 

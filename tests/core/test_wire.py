@@ -228,7 +228,7 @@ async def test_a_begun_frame_must_be_completed(fast_server: str) -> None:
                 peers.append((await raw(fast_server), before, FRAME[:sent]))
     for (_, writer), before, part in peers:
         writer.write(before + part)
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(60):  # against hangs
         for (reader, writer), before, _ in peers:
             assert await reader.read() == before  # the echo of it, then the end
             writer.close()
@@ -266,7 +266,7 @@ async def test_the_first_wrong_byte_ends_a_connection(start: bytes) -> None:
     server, address = await serve_links("tcp://127.0.0.1:0", _echo, MESSAGES, TOKEN, slow)
     reader, writer = await raw(address)
     writer.write(start)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert await reader.read() == b""
     writer.close()
     server.close()
@@ -279,7 +279,7 @@ async def test_closing_does_not_wait_for_a_peer_that_takes_nothing() -> None:
     link = Link(reader, writer, MESSAGES, TOKEN, FAST)
     link.post(Cancel(KEY, "x" * (4 << 20)))
     assert writer.transport.get_write_buffer_size() > 0
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(60):
         await link.close()
     assert writer.transport.get_write_buffer_size() == 0
     there.close()

@@ -131,11 +131,11 @@ class Rig:
         headers = {"authorization": f"Bearer {key}"}
         # verify=False: no TLS here, and reading certificates costs more than most tests.
         return httpx.AsyncClient(
-            base_url=url or self.urls[0], headers=headers, timeout=20.0, verify=False
+            base_url=url or self.urls[0], headers=headers, timeout=60.0, verify=False
         )
 
-    async def until(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
-        """Wait for something that other tasks bring about."""
+    async def until(self, condition: Callable[[], Any], seconds: float = 30.0) -> None:
+        """Wait for something that other tasks bring about; the bound is against hangs."""
         deadline = asyncio.get_running_loop().time() + seconds
         while not condition():
             assert asyncio.get_running_loop().time() < deadline, "did not come about"

@@ -120,7 +120,7 @@ async def test_prefill_tells_that_it_cannot_reach_the_one_it_is_bound_to(rigs: A
         prefill = rig.prefills[0]
         done, prefill.script.gate = rig.gate_at(1)
         task = asyncio.create_task(rig.client.post("/v1/completions", json=BODY))
-        await rig.until(lambda: prefill.binds)
+        await rig.until(lambda: prefill.binds and any(decode.jobs for decode in rig.decodes))
         first = next(decode for decode in rig.decodes if decode.jobs)
         (peer,) = prefill.server.routers()
         lost = JobFailed(prefill.binds[0].decode_key, "replica_lost", "cannot be reached", True)

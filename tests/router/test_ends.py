@@ -23,6 +23,13 @@ def long_body(**more: Any) -> dict[str, Any]:
     return {"model": "scripted", "prompt": LONG, "max_tokens": 64} | more
 
 
+async def begun(rig: Any, n_tokens: int) -> None:
+    """The one live request has so many tokens in the router."""
+    await rig.until(
+        lambda: [len(t._received) for t in rig.router.desk._live.values()] == [n_tokens]
+    )
+
+
 STAGES = ("queued", "prefilling", "binding", "handing off", "waiting for decode", "mid decode")
 ONE_SIDED = ("prefilling", "binding")  # no decode replica knows of it
 
@@ -81,7 +88,7 @@ async def test_a_client_that_leaves_is_cancelled_everywhere(
             elif stage != "prefilling":
                 await rig.until(lambda: decode.running)
             if stage == "mid decode":
-                await asyncio.sleep(0.05)
+                await begun(rig, 3)
             if prefills:
                 await rig.until(lambda: rig.prefills[0].running)
             task.cancel()
@@ -217,8 +224,7 @@ async def test_a_stop_lets_streams_finish_and_takes_nothing_new(rigs: Any) -> No
     async with rigs(drain_s=5.0) as rig:
         event, rig.decodes[0].script.gate = rig.gate_at(2)
         task = asyncio.create_task(rig.read_stream(SHORT))
-        await rig.until(lambda: rig.decodes[0].running)
-        await asyncio.sleep(0.05)
+        await begun(rig, 2)
         async with rig.new_client() as client:
             assert (await client.get("/ready")).status_code == 200
             rig.stop_router()
@@ -234,13 +240,12 @@ async def test_a_stop_ends_what_does_not_finish_in_time_with_an_error(rigs: Any)
     async with rigs(drain_s=0.1) as rig:
         _, rig.decodes[0].script.gate = rig.gate_at(2)
         task = asyncio.create_task(rig.read_stream(SHORT))
-        await rig.until(lambda: rig.decodes[0].running)
-        await asyncio.sleep(0.05)
+        await begun(rig, 2)  # before that it would be refused, not ended
         rig.stop_router()
         text, rest = await task
         assert REFERENCE.startswith(text)
         assert [event["error"]["code"] for event in rest] == ["no_replica"]
-        assert len(rig.decodes[0].cancels) == 1
+        await rig.until(lambda: len(rig.decodes[0].cancels) == 1)
 
 
 async def test_nobody_answers_without_a_decode_replica(rigs: Any) -> None:

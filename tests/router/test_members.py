@@ -40,7 +40,7 @@ async def test_a_replica_gets_work_when_it_is_warm_and_none_when_it_has_withdraw
             await rig.client.post("/v1/completions", json=SHORT)
         assert (len(ready.jobs), len(cold.jobs)) == (6, 2)
         await cold.stop()
-        await rig.until(lambda: [r.name for r in replicas.all()] == ["decode-0"], 10.0)
+        await rig.until(lambda: [r.name for r in replicas.all()] == ["decode-0"])
         await rig.pulse()
 
 
@@ -137,7 +137,7 @@ async def test_redis_frozen_and_restarted_empty_change_nothing(
         await rig.pulse()
         os.kill(server.process.pid, signal.SIGSTOP)
         try:
-            await rig.until(lambda: not rig.board.healthy or rig.board.stale, 3.0)
+            await rig.until(lambda: not rig.board.healthy or rig.board.stale)
             for _ in range(8):  # longer than three leases of a member
                 await asyncio.sleep(0.2)
                 for replica in (*rig.decodes, *rig.prefills):
@@ -154,7 +154,7 @@ async def test_redis_frozen_and_restarted_empty_change_nothing(
         await rig.pulse()
         again = embedded_valkey(str(run))
         try:
-            await rig.until(lambda: rig.routers[0].replicas.routable(Role.DECODE), 3.0)
+            await rig.until(lambda: rig.routers[0].replicas.routable(Role.DECODE))
             await asyncio.sleep(0.3)
             await rig.until_routable(1, 1)
             await rig.pulse()
@@ -173,7 +173,7 @@ async def test_a_replica_that_says_nothing_and_has_no_record_is_given_up(rigs: A
         frozen = next(d for d in rig.decodes if d.running)
         other = next(d for d in rig.decodes if d is not frozen)
         await frozen.fall_silent()
-        await rig.until(lambda: other.jobs, 5.0)  # given to the other one under a new epoch
+        await rig.until(lambda: other.jobs)  # given to the other one under a new epoch
         gate.set()
         assert (await task).status_code == 200
         assert other.jobs[0].request.epoch == 1

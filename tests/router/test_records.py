@@ -121,13 +121,14 @@ def test_lines_of_two_writers_stay_whole(tmp_path: Path) -> None:
 
 
 async def test_dispatch_faults_take_effect_and_end_right(rigs: Any) -> None:
-    async with rigs(edge=EdgeLimits(request_deadline_s=0.3)) as rig:
-        try:
+    try:
+        async with rigs(edge=EdgeLimits(request_deadline_s=0.3)) as rig:
             faults.arm("router.dispatch=drop@1,link.send=sleep@1000000")
             answer = await rig.client.post("/v1/completions", json=SHORT)
             assert faults.fired("router.dispatch") == 1 and answer.status_code == 504
             assert not rig.decodes[0].jobs
             faults.disarm()
+        async with rigs() as rig:  # what is to be answered has time for it
             faults.arm("router.dispatch=duplicate@1")
             answer = await rig.client.post("/v1/completions", json=SHORT)
             assert faults.fired("router.dispatch") == 1
@@ -139,6 +140,7 @@ async def test_dispatch_faults_take_effect_and_end_right(rigs: Any) -> None:
             assert faults.fired("router.dispatch") == 1
             assert answer.status_code == 500
             assert answer.json()["error"]["code"] == "injected_fault"
-        finally:
             faults.disarm()
-        await rig.pulse()
+            await rig.pulse()
+    finally:
+        faults.disarm()

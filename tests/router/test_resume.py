@@ -130,4 +130,4 @@ async def test_a_lost_frame_of_tokens_is_asked_for_again(rigs: Any) -> None:
         owner.say(TokenItem(key, 4, (), FinishReason.STOP, None))
         assert await task == (REFERENCE, ["stop", "[DONE]"])
         assert list(other.jobs[0].generated_ids) == ids[:2]
-        assert [cancel.key for cancel in owner.cancels] == [key]
+        await rig.until(lambda: [cancel.key for cancel in owner.cancels] == [key])

@@ -147,7 +147,7 @@ async def test_two_turns_equal_the_reference_and_no_byte_is_exact(
     assert after - before == Counter({own_name: 6})
     # Nor does the index list anything under an exact key.
     index = IndexReader(valkey.url)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await index.hit_blocks(own_name, request.digests)).blocks < 6:
             await asyncio.sleep(0.02)
     assert (await index.hit_blocks(exact_name, digests)).blocks == 0
