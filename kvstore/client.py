@@ -20,6 +20,7 @@ from headrace.core.link import parse_address
 from headrace.core.messages import Place
 from headrace.kvstore.arena import Arena, Reading
 from headrace.kvstore.connection import Connection, StoreGone, attach
+from headrace.kvstore.held import HeldLeases
 from headrace.kvstore.layout import NO_DIGEST, Buffer, domain_tag
 from headrace.kvstore.messages import (
     AskStat,
@@ -72,8 +73,6 @@ class StoreClient:
         self._token = token
         self._namespace = namespace
         self._name = name
-        self._clock = clock
-        self._lease_s = (times or LeaseTimes()).handoff_s
         self._limits = limits or WireLimits()
         self._connection: Connection | None = None
         # Kept while the store is away: bytes that are mapped and verify are right, whoever died.
@@ -84,8 +83,7 @@ class StoreClient:
         self._attached = asyncio.Event()
         self._reporting: set[Place] = set()
         self._reserved: set[int] = set()
-        self._leases: dict[JobKey, float] = {}
-        self._over: dict[JobKey, float] = {}  # released as a whole, until the store forgets it too
+        self._leases = HeldLeases(clock, (times or LeaseTimes()).handoff_s)
         self.read_misses = 0  # `read_into` that answered False
         self.attaches = 0
 
@@ -100,8 +98,6 @@ class StoreClient:
     def held(self) -> int:
         """Reservations not yet sealed, plus leases taken or renewed here and neither released here
         nor expired since."""
-        now_s = self._clock.now_s()
-        self._leases = {key: until for key, until in self._leases.items() if until > now_s}
         return len(self._reserved) + len(self._leases)
 
     async def connect(self, deadline_s: float) -> bool:
@@ -138,8 +134,7 @@ class StoreClient:
                 continue
             pause_s = _BACKOFF_S[0]
             if self._mapped is None or self._mapped[0] != connection.boot:
-                self._leases.clear()  # they ended with the store that gave them
-                self._over.clear()
+                self._leases.clear()
             self._connection = connection
             self._mapped = (connection.boot, connection.arena)
             self._reserved.clear()
@@ -176,7 +171,7 @@ class StoreClient:
             places = connection.places(answer.places)
         except StoreGone:
             return ()
-        self._note(lease, bool(places))
+        self._leases.note(lease, bool(places))
         return tuple([place for place in places if place is not None])
 
     async def open_windows(
@@ -197,7 +192,7 @@ class StoreClient:
             places = connection.places(answer.places)
         except StoreGone:
             return None
-        self._note(lease, bool(places))
+        self._leases.note(lease, bool(places))
         if not places or places[0] is None or not 0 <= answer.first < len(candidates):
             return None
         return candidates[answer.first][0], places[0]
@@ -219,7 +214,7 @@ class StoreClient:
             places = connection.places(answer.places)
         except StoreGone:
             return nothing
-        self._note(lease, any(place is not None for place in places))
+        self._leases.note(lease, any(place is not None for place in places))
         return places if len(places) == len(digests) else nothing
 
     def read_into(self, place: Place, digest: Digest, dest: bytearray | memoryview) -> bool:
@@ -326,7 +321,7 @@ class StoreClient:
         if connection is None:
             return (None,) * len(batch)
         places = await put_batch(connection, self._reserved, kind, batch, *told)
-        self._note(told[3], any(place is not None for place in places))
+        self._leases.note(told[3], any(place is not None for place in places))
         return places
 
     # leases ----------------------------------------------------------------------------------
@@ -340,7 +335,7 @@ class StoreClient:
             answer = await connection.ask(lambda call: Renew(call, lease), Done, _SHORT_S)
         except StoreGone:
             return False
-        self._note(lease, answer.good)
+        self._leases.note(lease, answer.good)
         return answer.good
 
     async def release(self, lease: JobKey, kind: Kind | None = None) -> None:
@@ -349,8 +344,7 @@ class StoreClient:
         Without `kind` the owner is over: what is still put or opened in its name, by whichever
         process, is served but leased no more."""
         if kind is None:
-            self._leases.pop(lease, None)
-            self._remember_over(lease)
+            self._leases.end(lease)
         connection = self._connection
         if connection is None:
             return
@@ -390,16 +384,3 @@ class StoreClient:
             raise StoreRefused(answer.text)
         found: dict[str, Any] = json.loads(answer.text)
         return found
-
-    def _note(self, lease: JobKey | None, taken: bool) -> None:
-        # An answer to what was asked before a release may come after it; the store leases nothing
-        # for an owner that is over.
-        if lease is not None and taken and lease not in self._over:
-            self._leases[lease] = self._clock.now_s() + self._lease_s
-
-    def _remember_over(self, lease: JobKey) -> None:
-        now_s = self._clock.now_s()
-        self._over.pop(lease, None)  # to the end: the oldest stand first
-        self._over[lease] = now_s + self._lease_s
-        while next(iter(self._over.values())) <= now_s:
-            del self._over[next(iter(self._over))]
