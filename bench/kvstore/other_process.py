@@ -17,7 +17,7 @@ from client_process import BATCH, SOURCES, Measured  # noqa: E402
 
 IN_FLIGHT = {"put": 4, "get": 2}  # batches a client keeps under way, in either store
 WORKERS = 4  # I/O threads of LMCache's client: its default
-PAGE = mmap.PAGESIZE
+UNIT_BYTES = mmap.PAGESIZE
 
 
 def load(path: str) -> Any:
@@ -35,9 +35,9 @@ class Other:
     """One client process of LMCache's file store."""
 
     def __init__(self, module: str, folder: str, number: int, block_bytes: int, direct: bool):
-        self.size = -(-block_bytes // PAGE) * PAGE if direct else block_bytes
+        self.size = -(-block_bytes // UNIT_BYTES) * UNIT_BYTES if direct else block_bytes
         self.folder, self.number = Path(folder), number
-        step = -(-block_bytes // PAGE) * PAGE
+        step = -(-block_bytes // UNIT_BYTES) * UNIT_BYTES
         self._area = mmap.mmap(-1, step * SOURCES * 2)
         whole = memoryview(self._area)
         whole[: step * SOURCES] = os.urandom(step * SOURCES)
@@ -116,9 +116,9 @@ class Other:
         half = len(whole) // 2
         of[0].write_bytes(whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :])
         of[1].write_bytes(of[3].read_bytes())
-        page = bytearray(of[2].read_bytes())
-        page[PAGE : 2 * PAGE] = bytes(PAGE)
-        of[2].write_bytes(page)
+        spoilt = bytearray(of[2].read_bytes())
+        spoilt[UNIT_BYTES : 2 * UNIT_BYTES] = bytes(UNIT_BYTES)
+        of[2].write_bytes(spoilt)
         self.drop()
         names = ("one bit flipped", "the file of another block", "a page of zeros")
         return {name: word[self.one(number)] for number, name in enumerate(names)}
