@@ -44,6 +44,12 @@ def kinds() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def serving() -> Any:
+    """`async with serving(role, salts, model) as (router, http)`: one more router; service.py."""
+    return beside("faults/service.py").serving
+
+
+@pytest.fixture(scope="session")
 def proxy() -> ModuleType:
     """The module wire/proxy.py: rules and deeds for frames."""
     return beside("faults/wire/proxy.py")

@@ -7,10 +7,13 @@ Rules are drawn from a seed that the test's name shows; HEADRACE_FAULT_SEED=n ru
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from headrace.core.limits import EdgeLimits, LeaseTimes
 
@@ -24,9 +27,28 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.fault]
 ONLY = os.environ.get("HEADRACE_FAULT_SEED")
 SEEDS = [int(ONLY)] if ONLY else [1, 2]
 LENGTHS = (172, 300, 513, 640)  # a record at p or none, a block's border, several batches of blocks
+MODES = ("exact", "replay", "state")
 
 
-@pytest.fixture(scope="module", params=["exact", "replay", "state"])
+def modes(*by_default: str) -> Any:
+    """A test in all modes; by default only in these, in the others with `-m slow`."""
+    slow = pytest.mark.slow
+    cases = [m if m in by_default else pytest.param(m, marks=slow) for m in MODES]
+    return pytest.mark.parametrize("mode", cases, indirect=True, scope="module")
+
+
+def every_mode_and_seed() -> Any:
+    """All modes and seeds; by default every seed in mode `exact` and every mode with the first."""
+    slow = pytest.mark.slow
+    cases = [
+        pytest.param(m, s, marks=[] if m == MODES[0] or s == SEEDS[0] else slow)
+        for m in MODES
+        for s in SEEDS
+    ]
+    return pytest.mark.parametrize(("mode", "seed"), cases, indirect=["mode"], scope="module")
+
+
+@pytest.fixture(scope="module")
 def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -37,7 +59,7 @@ async def ask_all(service: Any, prompt: Any, exactly: bool) -> list[Any]:
     return list(await asyncio.gather(*calls))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@every_mode_and_seed()
 async def test_doubled_and_overtaken_frames_change_nothing(
     service: Any, proxy: Any, prompt: Any, kinds: Any, seed: int
 ) -> None:
@@ -49,14 +71,26 @@ async def test_doubled_and_overtaken_frames_change_nothing(
     assert [answer.error for answer in answers] == [None] * 4
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def hasty(
+    service: Any, serving: Any, roles: Any, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Any]:
+    """The same service by a router that waits less for what nobody misses."""
+    role = roles("router-hasty", edge=EdgeLimits(request_deadline_s=12.0))
+    salts = str(tmp_path_factory.mktemp("salt"))
+    async with serving(role, salts, MODEL) as (router, http):
+        yield dataclasses.replace(service, router=router, http=http)
+
+
+@every_mode_and_seed()
 async def test_lost_frames_cost_an_attempt_or_one_explicit_error(
-    service: Any, proxy: Any, prompt: Any, kinds: Any, seed: int
+    hasty: Any, service: Any, proxy: Any, prompt: Any, kinds: Any, seed: int
 ) -> None:
+    await hasty.routable()
     service.traffic.reset(proxy.seeded(seed, 0.06, [lambda draw: proxy.DROP]))
     effect = kinds.by_rule("frames", lambda: service.traffic.count("drop") >= 1)
-    load = lambda: ask_all(service, prompt, exactly=False)  # noqa: E731
-    answers = await kinds.Scenario(load, [effect], [service.pulse]).run()
+    load = lambda: ask_all(hasty, prompt, exactly=False)  # noqa: E731
+    answers = await kinds.Scenario(load, [effect], [hasty.pulse, service.pulse]).run()
     assert sum(answer.error is None for answer in answers) >= 2, answers
 
 
@@ -107,6 +141,7 @@ def one_of_each(mode: str) -> list[Any]:
     ]
 
 
+@modes("exact")
 async def test_every_kind_of_frame_five_seconds_late(
     service: Any, proxy: Any, prompt: Any, kinds: Any, mode: str
 ) -> None:
@@ -116,6 +151,7 @@ async def test_every_kind_of_frame_five_seconds_late(
     await each_meets(service, proxy, kinds, prompts, cases, proxy.later(5.0))
 
 
+@modes(*MODES)
 async def test_every_kind_of_frame_lost_once(
     service: Any, proxy: Any, prompt: Any, kinds: Any, mode: str
 ) -> None:
