@@ -16,6 +16,11 @@ settings.register_profile("headrace", deadline=None, print_blob=True)
 settings.register_profile("large", deadline=None, print_blob=True, max_examples=2000)
 settings.load_profile("headrace")
 
+# Fixtures that start processes which import torch: 5 s, or minutes on a busy machine. They count
+# towards the limit of the first test that wants them.
+SLOW_STARTS = {"processes", "victims", "cluster_with_store_process"}
+SLOW_START_LIMIT_S = 600
+
 
 @pytest.fixture(scope="session")
 def root() -> Path:
@@ -27,9 +32,10 @@ def root() -> Path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`, a file's tests stay together and in order; all of the live cluster's do, since
     they share one cluster and its last ones end it. Whichever comes first starts it, which takes
-    minutes on a busy machine."""
+    minutes on a busy machine; so do processes of other tests."""
     for item in items:
         live = "live" in item.path.parts
         item.add_marker(pytest.mark.xdist_group("live" if live else str(item.path)))
-        if live and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(600))
+        slow = live or not SLOW_STARTS.isdisjoint(getattr(item, "fixturenames", ()))
+        if slow and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_START_LIMIT_S))
