@@ -16,8 +16,8 @@ from headrace.kvstore import Hits, IndexReader
 async def reader_for():
     made: list[IndexReader] = []
 
-    def make(url: str) -> IndexReader:
-        made.append(IndexReader(url))
+    def make(url: str, **options) -> IndexReader:
+        made.append(IndexReader(url, **options))
         return made[-1]
 
     yield make

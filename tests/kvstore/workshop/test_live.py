@@ -113,7 +113,7 @@ def test_a_pin_ends_by_its_time(start_process, store, things, home):
         name="short",
         namespace=things.namespace.hex(),
         tip=things.digest(0).hex(),
-        ttl_s=0.5,
+        ttl_s=3.0,  # it must still be there when the file is read
     )
     assert '"short"' in Path(home, "store", "pins.json").read_text()
     deadline_s = time.monotonic() + 15
