@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from headrace.model.config import ModelConfig
 from headrace.model.engram_hash import build_hashes, map_history
+from headrace.model.errors import ConfigError
 from headrace.model.named import package_tokenizer
 from headrace.model.token_map import build_token_map
 from headrace.model.training import recall, scenes, stories, talk
@@ -96,8 +97,21 @@ class Mixer(IterableDataset[dict[str, torch.Tensor]]):
         length: int,
         pictures: int = 2,
         first: int = 0,
+        shares: Mapping[str, float] | None = None,
+        long_recall: float = 0.0,
     ) -> None:
+        """`shares` replaces parts' shares of the tokens, as weights beside the others' own;
+        `long_recall` is the share of recall tasks that fill at least half of the room. Raises
+        `ConfigError` for a part that is none or a share that is no such number."""
         self.config, self.corpus = config, corpus
+        self.shares = {name: share for name, (share, _) in PARTS.items()} | dict(shares or {})
+        if unknown := sorted(set(self.shares) - set(PARTS)):
+            raise ConfigError(f"mix: found {unknown[0]!r:.40}, wanted parts of {PART_NAMES}")
+        if bad := [n for n, share in self.shares.items() if not 0 < share < math.inf]:
+            raise ConfigError(f"mix: found {bad[0]}={self.shares[bad[0]]}, wanted more than 0")
+        if not 0 <= long_recall <= 1:
+            raise ConfigError(f"long-recall: found {long_recall}, wanted in 0..1")
+        self.long_recall = long_recall
         self.seed, self.batch, self.length, self.first = seed, batch, length, first
         self.pictures = pictures
         tokenizer = package_tokenizer(config.vocab_size)
@@ -164,7 +178,10 @@ class Mixer(IterableDataset[dict[str, torch.Tensor]]):
 
     def recall_task(self, rng: Random, room: int) -> Task:
         """One of the recall tasks, of at most about `room` tokens, short ones often."""
-        size = int(math.exp(rng.uniform(math.log(40), math.log(max(60, room - 60)))))
+        most = max(60, room - 60)
+        size = int(math.exp(rng.uniform(math.log(40), math.log(most))))
+        if self.long_recall and rng.random() < self.long_recall:
+            size = rng.randint(most // 2, most)
         kind = rng.random()
         if kind < 0.30:
             gaps = self._gaps(rng, size)
@@ -235,7 +252,7 @@ class Mixer(IterableDataset[dict[str, torch.Tensor]]):
     def _due(self, spent: dict[str, float]) -> str:
         """The part that is furthest behind its share; pictures have their own count."""
         others = [name for name in PART_NAMES if name != "pictures"]
-        return min(others, key=lambda name: spent[name] / PARTS[name][0])
+        return min(others, key=lambda name: spent[name] / self.shares[name])
 
     def _place(
         self,

@@ -5,8 +5,9 @@
 
 `--weights` may be that checkpoint itself, to change its drafter alone.
 
-Experts become MXFP4, dense matrices and Engram tables FP8, the rest stays BF16 or F32. `--out` is
-replaced as a whole.
+Experts become MXFP4, dense matrices and Engram tables FP8, the rest stays BF16 or F32. The loss
+curves of the runs go along as training.csv and drafter.csv: from the log.jsonl beside the weights
+and beside the drafter, or those that the checkpoint had. `--out` is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 from headrace.model.checkpoint import Selection, read_config, write_values
 from headrace.model.errors import ConfigError
 from headrace.model.named import package_tokenizer
+from headrace.model.training.curves import DRAFTER, TRAINING, curves_of
 from headrace.model.training.weights import (
     build_stacks,
     load_folder,
@@ -64,6 +66,23 @@ def trained_tensors(
     return start | load_folder(weights) | trained
 
 
+def kept_curves(weights: Path, drafter: Path | None) -> dict[str, bytes]:
+    """The curves of what is exported: `weights` and `drafter` may be of different runs."""
+    found: dict[str, bytes] = {}
+    for folder, names in (
+        (weights, (TRAINING, DRAFTER)),
+        (weights if drafter is None else drafter.parent, (DRAFTER,)),
+    ):
+        log = folder / "log.jsonl"
+        made = curves_of(log) if log.is_file() else {}
+        for name in names:
+            if name in made:
+                found[name] = made[name].encode()
+            elif (folder / name).is_file():
+                found[name] = (folder / name).read_bytes()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="write the demo checkpoint")
     parser.add_argument("--config", type=Path, required=True)
@@ -80,13 +99,14 @@ def main() -> None:
     fresh = a.out.with_name(a.out.name + ".fresh")
     shutil.rmtree(fresh, ignore_errors=True)
     tokenizer = package_tokenizer(release.model.vocab_size).to_str(pretty=True)
+    companions = {"tokenizer.json": (tokenizer + "\n").encode(), "NOTICE.txt": NOTICE.encode()}
     digest = write_values(
         fresh,
         release,
         tensors,
         selection=Selection.FULL,
         max_shard_bytes=SHARD_BYTES,
-        companions={"tokenizer.json": (tokenizer + "\n").encode(), "NOTICE.txt": NOTICE.encode()},
+        companions=companions | kept_curves(a.weights, a.drafter),
     )
     shutil.rmtree(a.out, ignore_errors=True)
     fresh.rename(a.out)

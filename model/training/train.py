@@ -5,9 +5,9 @@
 
 Phases by share of the steps: all entries visible while the index learns to choose; then its real
 choice and random cuts in the decoder's history; then the weights as they will be stored. Writes
-OUT/log.jsonl (a line every few steps) and OUT/weights-*.safetensors (bfloat16, by checkpoint name);
-`--state` keeps everything for `--resume`. `--drafter-seconds` then trains the drafter on the frozen
-trunk (OUT/drafter.safetensors).
+OUT/log.jsonl (a line every few steps; `export` keeps its curves beside the checkpoint) and
+OUT/weights-*.safetensors (bfloat16, by checkpoint name); `--state` keeps everything for `--resume`.
+`--drafter-seconds` then trains the drafter on the frozen trunk (OUT/drafter.safetensors).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader
 
-from headrace.model.training.data import Corpus, Mixer
+from headrace.model.training.data import PARTS, Corpus, Mixer
 from headrace.model.training.draft import DrafterTrainer
 from headrace.model.training.progress import Log, held_out
 from headrace.model.training.trainer import Plan, Trainer
@@ -85,6 +85,11 @@ def train_drafter(
     save_file({k: v.cpu().contiguous() for k, v in named.items()}, out / "drafter.safetensors")
 
 
+def _share(text: str) -> tuple[str, float]:
+    name, _, share = text.partition("=")
+    return name, float(share)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="train the demo model")
     parser.add_argument("--config", required=True)
@@ -99,6 +104,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=math.inf, help="end after so long")
     parser.add_argument("--select-from", type=float, default=0.62, help="share of the steps")
     parser.add_argument("--round-from", type=float, default=0.88, help="share of the steps")
+    parser.add_argument("--rate", type=float, default=1.0, help="all step sizes times this")
+    parser.add_argument(
+        "--mix",
+        type=_share,
+        nargs="+",
+        default=[],
+        metavar="PART=SHARE",
+        help=f"shares of the tokens other than the usual: {', '.join(PARTS)}",
+    )
+    parser.add_argument(
+        "--long-recall",
+        type=float,
+        default=0.0,
+        help="share of the recall tasks that fill at least half of the room",
+    )
     parser.add_argument("--drafter-seconds", type=float, default=0.0)
     parser.add_argument("--drafter-anchors", type=int, default=4096, help="blocks a step")
     parser.add_argument("--batch", type=int, default=32)
@@ -150,6 +170,7 @@ def main() -> None:
         select_from=a.select_from,
         round_from=a.round_from,
         pictures=a.pictures,
+        rate=a.rate,
     )
     a.out.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
@@ -168,6 +189,8 @@ def main() -> None:
         length=plan.length,
         pictures=plan.pictures,
         first=trainer.step,
+        shares=dict(a.mix),
+        long_recall=a.long_recall,
     )
     loader = DataLoader(
         mixer,

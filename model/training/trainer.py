@@ -49,9 +49,10 @@ class Plan:
     select_from: float = 0.6
     round_from: float = 0.88
     pictures: int = 2
+    rate: float = 1.0  # all step sizes times this: less than 1 to go on from trained weights
 
     def schedule(self, step: int) -> float:
-        """Rise, hold, fall in a straight line."""
+        """Rise, hold, fall in a straight line; 1 at the most, `rate` apart."""
         rise = min(1.0, (step + 1) / self.warmup)
         fall = (self.steps - step) / max(1.0, self.steps * (1 - self.decay_from))
         return min(rise, fall, 1.0)
@@ -174,7 +175,7 @@ class Trainer:
         (loss + out.index_loss).backward()
         refuse = REFUSE if self.step >= self.plan.warmup else math.inf
         norm = clip(self.values, CLIP, refuse)
-        self.optimiser.step(self.plan.schedule(self.step) * self.damping)
+        self.optimiser.step(self.plan.schedule(self.step) * self.plan.rate * self.damping)
         self.optimiser.clear()
         self.balance(out.loads.detach())
         self.step += 1

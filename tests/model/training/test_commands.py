@@ -40,3 +40,16 @@ def test_a_drafter_is_trained_on_a_checkpoint_and_takes_the_place_of_its_own(tmp
 def test_a_folder_of_no_weights_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"neither weights-\*\.safetensors nor config\.json"):
         trained_tensors(checkpoint_folder("demo") / "config.json", tmp_path, None)
+
+
+def test_a_mix_of_unknown_parts_or_shares_is_refused(tmp_path, monkeypatch):
+    config = checkpoint_folder("demo") / "config.json"
+    base = ["train", "--config", str(config), "--steps", "1", "--out", str(tmp_path)]
+    for more, said in (
+        (["--mix", "poems=0.5"], r"mix: found 'poems'"),
+        (["--mix", "recall=0"], r"mix: found recall=0\.0, wanted more than 0"),
+        (["--long-recall", "1.5"], r"long-recall: found 1\.5, wanted in 0\.\.1"),
+    ):
+        monkeypatch.setattr(sys, "argv", [*base, *more, "--device", "cpu"])
+        with pytest.raises(ConfigError, match=said):
+            train.main()

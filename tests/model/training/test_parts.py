@@ -168,6 +168,27 @@ def test_a_batch_is_decided_by_seed_and_number():
     assert not torch.equal(first["ids"], toy_mixer().make(6)["ids"])
 
 
+def test_other_shares_and_longer_recall_are_what_was_asked_for():
+    def tokens(**changes) -> np.ndarray:
+        made = [toy_mixer(length=2048, **changes).make(n)["part"] for n in range(8)]
+        return np.bincount(torch.cat(made).flatten().numpy(), minlength=len(PART_NAMES))
+
+    recall_at = PART_NAMES.index("recall")
+    usual, more = tokens(), tokens(shares={"recall": 2.0})
+    assert usual[recall_at] / usual.sum() < 0.35 and more[recall_at] / more.sum() > 0.5
+    assert (more > 0).all()
+
+    def lengths(**changes) -> list[int]:
+        mixer, rng = toy_mixer(**changes), Random(5)
+        found = (
+            mixer.encoder.encode(mixer.recall_task(rng, 1200).document())[0] for _ in "x" * 200
+        )
+        return [len(ids) for ids in found]
+
+    short, long = (sum(n > 500 for n in lengths(long_recall=x)) for x in (0.0, 1.0))
+    assert short < 100 and long > short + 50, (short, long)
+
+
 def test_rows_are_packed_as_the_forward_expects():
     made = toy_mixer().make(0)
     document, positions = made["document"], made["positions"]
