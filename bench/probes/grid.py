@@ -55,12 +55,17 @@ def fill(rng: Random, n_tokens: int) -> str:
     return str(_TOKENIZER.decode(ids)).strip()
 
 
-def _edge(rng: Random, distance: int) -> Task:
+def _edge(rng: Random, distance: int, n_tokens: int | None = None) -> Task:
     """Two codes; the second one is asked for, its last digit `distance` tokens before the prompt's
-    end. What stands before it is long enough for stored blocks and a hand-off."""
+    end. What stands before it is long enough for stored blocks and a hand-off: 300 tokens and more,
+    or such that the prompt has about `n_tokens`."""
     first, key = recall.keys(rng, 2)
     begin = recall.REMEMBER + recall.planted(first, recall.digits(rng, 4))
-    begin += fill(rng, 300 + rng.randrange(BLOCK_TOKENS)) + "\n"
+    before = 300 + rng.randrange(BLOCK_TOKENS)
+    if n_tokens is not None:
+        clue_tokens = len(_ids(recall.planted(key, "0000")))
+        before = n_tokens - distance - clue_tokens - len(_ids(prompt_text([Turn(begin, "")])))
+    begin += fill(rng, before) + "\n"
     code = recall.digits(rng, 4)
     clue, last = recall.planted(key, code), recall.code_turn(key, code)
     to_digit = len(_ids(prompt_text([Turn(begin + clue.rstrip(".\n"), "")]))) - _N_AFTER_USER
@@ -125,13 +130,13 @@ def text_cases(per_cell: int, probes: tuple[str, ...] = tuple(TEXT_PROBES)) -> l
     return cases
 
 
-def branch_cases(per_cell: int) -> list[Case]:
-    """P7: one prefix of some 380 tokens, two endings that set one value differently."""
+def branch_cases(per_cell: int, n_lines: int = 40) -> list[Case]:
+    """P7: one prefix of some 9 tokens a line, two endings that set one value differently."""
     cases = []
     for number in range(per_cell):
         rng = Random(f"{SEED}:P7:{number}")
         known = recall.keys(rng, 4)
-        lines = [f"Set {rng.choice(known)} to {recall.digits(rng, 2)}." for _ in range(40)]
+        lines = [f"Set {rng.choice(known)} to {recall.digits(rng, 2)}." for _ in range(n_lines)]
         key = known[0]
         for branch, value in zip("ab", rng.sample(range(10, 100), 2), strict=True):
             text = "\n".join([*lines, f"Set {key} to {value}."])
@@ -190,6 +195,28 @@ def picture_cases(per_cell: int) -> list[Case]:
             item = scenes.make_scene(rng, n_items=1)
             cases.append(Case("P13", swap, number, _swapped(item.caption), item.pixels))
     return cases
+
+
+# Probe -> cells, and a maker of tasks of the same kind that are as short as a hand-off allows.
+_SHORT: dict[str, tuple[tuple[int, ...], Maker]] = {
+    "P2": (TEXT_PROBES["P2"][1], lambda r, n: _edge(r, n, r.randrange(210, 270))),
+    "P5": ((20, 30), TEXT_PROBES["P5"][2]),
+    "P6": ((2, 4), TEXT_PROBES["P6"][2]),
+}
+
+
+def short_cases(per_cell: int, probe: str) -> list[Case]:
+    """For tests: the kinds of P2, P5, P6, P7 and P13, in prompts of some 200 to 500 tokens."""
+    if probe == "P7":
+        return branch_cases(per_cell, n_lines=24)
+    if probe not in _SHORT:
+        return all_cases(per_cell, [probe])
+    cells, make = _SHORT[probe]
+    return [
+        Case(probe, str(c), n, _joined(make(Random(f"{SEED}:short {probe}:{c}:{n}"), c)))
+        for c in cells
+        for n in range(per_cell)
+    ]
 
 
 def all_cases(per_cell: int, probes: Collection[str] = ()) -> list[Case]:

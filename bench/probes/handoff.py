@@ -20,7 +20,7 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -99,15 +99,26 @@ class Grid:
     def session(self, *, key_spans: bool = True) -> Session:
         return Session(self.pools, self.keep_tokens, self.depth_tokens, key_spans=key_spans)
 
-    def ask(self, cases: Sequence[Case], cold: Cold) -> Asked:
-        """All passes of the cases of one cell (P7 and P13: of both)."""
+    def ask(self, cases: Sequence[Case], cold: Cold, passes: Collection[str] = PASSES) -> Asked:
+        """The passes of the cases of one cell (P7 and P13: of both), `again` in the store of the
+        pass before it."""
         asked = Asked(self.pools)
         if cases[0].probe == "P6":
-            return self._talks(asked, cases, cold)
+            return self._talks(asked, cases, cold, passes)
         prompts = [self.pools.prompts(case)[-1] for case in cases]
         answers = cold.of(prompts, self.keep_tokens)
         asked.add("cold", prompts, answers, answers)
-        asked.add("handed", prompts, self.session().ask(prompts), answers)
+        session = self.session()
+        if "handed" in passes:
+            asked.add("handed", prompts, session.ask(prompts), answers)
+        if "grown" in passes:
+            session = self._grow(asked, cases, prompts, answers)
+        asked.add("again", prompts, session.ask(prompts), answers)
+        return asked
+
+    def _grow(
+        self, asked: Asked, cases: Sequence[Case], prompts: list[Prompt], answers: list[Answer]
+    ) -> Session:
         session = self.session()
         if cases[0].probe in ("P7", "P13"):
             for branch in "ab":
@@ -117,21 +128,28 @@ class Grid:
         else:
             session.ask([_begin(prompt) for prompt in prompts])
             asked.add("grown", prompts, session.ask(prompts), answers)
-        asked.add("again", prompts, session.ask(prompts), answers)
-        return asked
+        return session
 
-    def _talks(self, asked: Asked, cases: Sequence[Case], cold: Cold) -> Asked:
-        """`grown`: every turn, one after the other, in one store."""
+    def _talks(
+        self, asked: Asked, cases: Sequence[Case], cold: Cold, passes: Collection[str]
+    ) -> Asked:
+        """`grown`: every turn, one after the other, in one store. Where `handed` is left out, only
+        the answers to both questions at the end are compared."""
         talks = [self.pools.prompts(case) for case in cases]
         session = self.session()
         for turn in range(max(map(len, talks))):
-            prompts = [talk[turn] for talk in talks if turn < len(talk)]
+            own = [talk for talk in talks if turn < len(talk)]
+            prompts = [talk[turn] for talk in own]
+            got = session.ask(prompts)
+            if "handed" not in passes:
+                prompts, got = _of_the_end(own, turn, got)
             answers = cold.of(prompts, self.keep_tokens)
-            asked.add("grown", prompts, session.ask(prompts), answers)
+            asked.add("grown", prompts, got, answers)
         last = [talk[-1] for talk in talks]
         answers = cold.of(last, self.keep_tokens)
         asked.add("cold", last, answers, answers)
-        asked.add("handed", last, self.session().ask(last), answers)
+        if "handed" in passes:
+            asked.add("handed", last, self.session().ask(last), answers)
         asked.add("again", last, session.ask(last), answers)
         return asked
 
@@ -148,6 +166,14 @@ class Cold:
         made = self._pools.cold(list(new.values()), keep_tokens)
         self._known |= zip(new, made, strict=True)
         return [self._known[p.key, keep_tokens] for p in prompts]
+
+
+def _of_the_end(
+    talks: Sequence[list[Prompt]], turn: int, got: Sequence[Answer]
+) -> tuple[list[Prompt], list[Answer]]:
+    """Prompts and answers of those talks whose last or last but one turn this is."""
+    found = [(t[turn], a) for t, a in zip(talks, got, strict=True) if turn >= len(t) - 2]
+    return [prompt for prompt, _ in found], [answer for _, answer in found]
 
 
 def _begin(prompt: Prompt) -> Prompt:
