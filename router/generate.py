@@ -278,7 +278,6 @@ class Telling:
         self._arrived_s = arrived_s
         self._last_s = 0.0  # of the last tokens
         self._first_s = 0.0
-        self._tokens = 0
         self._last_payloads: list[bytes] = []
 
     async def stream(self, keepalive_s: float) -> FinishReason:
@@ -322,7 +321,7 @@ class Telling:
         record = self._ticket.record
         if piece.restart:
             self._speaker = self._make_speaker()
-            self._tokens, self._last_s = 0, 0.0
+            self._last_s = 0.0
             record.token_gap_mean_s = record.token_gap_max_s = 0.0
             return []
         if not piece.token_ids:
@@ -334,18 +333,18 @@ class Telling:
         else:
             record.token_gap_max_s = max(record.token_gap_max_s, now_s - self._last_s)
         self._last_s = now_s
-        self._tokens += len(piece.token_ids)
-        record.completion_tokens = self._tokens
-        if self._tokens > 1:
-            record.token_gap_mean_s = (now_s - self._first_s) / (self._tokens - 1)
-        return self._speaker.push(piece.token_ids)
+        payloads = self._speaker.push(piece.token_ids)
+        record.completion_tokens = n_tokens = self._speaker.n_tokens
+        if n_tokens > 1:
+            record.token_gap_mean_s = (now_s - self._first_s) / (n_tokens - 1)
+        return payloads
 
     def _reason(self, piece: Piece) -> FinishReason | None:
         return FinishReason.STOP if self._speaker.stopped else piece.finish
 
     def _usage(self) -> Usage:
         record = self._ticket.record
-        return Usage(record.prompt_tokens, self._tokens, self._ticket.cached_tokens)
+        return Usage(record.prompt_tokens, self._speaker.n_tokens, self._ticket.cached_tokens)
 
     async def _deliver(self, payloads: list[bytes]) -> None:
         begun_s = SYSTEM_CLOCK.now_s()

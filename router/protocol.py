@@ -51,7 +51,12 @@ class Usage:
 
 class Speaker(Protocol):
     """Turns one attempt's tokens into the endpoint's JSON. `push` and `finish` give stream events;
-    `whole` gives the plain answer after `finish`. Nothing is pushed after `stopped` is True."""
+    `whole` gives the plain answer after `finish`. Nothing is pushed after `stopped` is True.
+
+    `n_tokens`: those pushed so far, up to the one that completed a stop string. Which ones come in
+    one piece is chance, and what a client reads and pays for must not depend on it."""
+
+    n_tokens: int
 
     @property
     def stopped(self) -> bool:
@@ -144,6 +149,7 @@ class _ChatSpeaker:
         self._last: bytes | None = None  # the chunk with finish reason and usage
         self._chunks: list[Any] = []
         self._usage: Usage | None = None
+        self.n_tokens = 0
 
     @property
     def stopped(self) -> bool:
@@ -156,6 +162,7 @@ class _ChatSpeaker:
         for token_id in token_ids:
             if self.stopped:
                 break
+            self.n_tokens += 1
             out += self._take(self._processor.push(recipe.InferenceChunk.tokens([token_id])))
         return out
 
@@ -200,13 +207,20 @@ class _CompletionSpeaker:
         self._parts: list[str] = []
         self._reason = FinishReason.STOP
         self._usage: Usage | None = None
+        self.n_tokens = 0
 
     @property
     def stopped(self) -> bool:
         return self._scanner.stopped
 
     def push(self, token_ids: Sequence[int]) -> list[bytes]:
-        return self._say(self._scanner.push(self._text.push(token_ids)))
+        text = ""
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            self.n_tokens += 1
+            text += self._scanner.push(self._text.push((token_id,)))
+        return self._say(text)
 
     def finish(self, reason: FinishReason, usage: Usage) -> list[bytes]:
         text = ""

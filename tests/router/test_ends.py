@@ -161,6 +161,28 @@ async def test_a_stop_string_ends_the_job(rigs: Any) -> None:
         await rig.until(rig.nothing_held)
 
 
+async def test_tokens_behind_a_stop_string_in_one_frame_are_neither_said_nor_counted(
+    rigs: Any,
+) -> None:
+    """How many tokens come together is chance."""
+    async with rigs() as rig:
+        chat = {"model": "scripted", "messages": [{"role": "user", "content": "x"}]}
+        stop = {"stop": [" mill"], "max_tokens": 64}
+        heard = []
+        for together in (1, 2, 3, 64):
+            rig.decodes[0].script.together = together
+            for path, body in (("completions", SHORT), ("chat/completions", chat)):
+                answer = (await rig.client.post(f"/v1/{path}", json=body | stop)).json()
+                heard.append((path, answer["usage"]["completion_tokens"]))
+                (choice,) = answer["choices"]
+                said = choice["text"] if "text" in choice else choice["message"]["content"]
+                assert said == "The river runs to the"
+        pieces = [rig.vocabulary.token_bytes(i) for i in rig.reference_ids]
+        before = next(n for n in range(64) if b" mill" in b"".join(pieces[:n]))
+        assert set(heard) == {("completions", before), ("chat/completions", before)}
+        assert {record["completion_tokens"] for record in rig.records()} == {before}
+
+
 async def test_a_silent_stream_is_kept_alive_and_may_still_be_retried(rigs: Any) -> None:
     async with rigs(decodes=2, keepalive_s=0.05) as rig:
         _, gate = rig.gate_at(0)
