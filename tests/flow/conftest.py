@@ -201,6 +201,7 @@ class RouterEnd:
         self.to: dict[str, Peer] = {}
         self.calls: dict[JobKey, Call] = {}
         self._of_prefill: dict[JobKey, tuple[Call, str]] = {}
+        self._sent: set[JobKey] = set()  # jobs that a late bind sent to decode
         self.loads: dict[str, LoadReport] = {}
         self.frames: list[TokenBatch] = []
         self.stray: list[Any] = []
@@ -306,10 +307,16 @@ class RouterEnd:
             call, bind = self._of_prefill[message.key]
             call.progress.append(message)
             if message.wanted and bind == "late" and call.job is not None:
-                call.decode.post(call.job)
+                if call.key not in self._sent:  # prefill asks again while decode is silent
+                    self._sent.add(call.key)
+                    call.decode.post(call.job)
                 peer.post(self._bind_of(call))
         elif isinstance(message, JobFailed) and message.key in self._of_prefill:
             call, _ = self._of_prefill[message.key]
+            if call.prefilled is not None or call.begun.is_set():
+                # Decode has all it needs: said of a bind that crossed decode's acknowledgement.
+                self.stray.append(message)
+                return
             call.failures.append(message)
             call.ended.set()
         elif isinstance(message, PrefillDone | JobFailed) and message.key in self.calls:
