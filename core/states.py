@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from headrace.core.errors import IllegalTransition
 
@@ -23,6 +23,16 @@ class Step(Generic[S]):
 
     state: S
     ignored: bool
+
+
+class Stateful(Protocol[S]):
+    """What a table can move."""
+
+    state: S
+
+
+class Over(Exception):
+    """Something ended while its own task was on its way to the next state."""
 
 
 class StateTable(Generic[S, E]):
@@ -49,6 +59,18 @@ class StateTable(Generic[S, E]):
         if (state, event) in self.ignored:
             return Step(state, ignored=True)
         raise IllegalTransition(f"{self.name} {who}: event {event} is impossible in state {state}")
+
+    def move(self, what: Stateful[S], event: E, who: object = "") -> bool:
+        """Step `what.state`; False when the event was late or a duplicate. Raises as `step`."""
+        step = self.step(what.state, event, who)
+        what.state = step.state
+        return not step.ignored
+
+    def advance(self, what: Stateful[S], event: E, who: object = "") -> None:
+        """`move`, for a step that the task of `what` decided on. Raises `Over` when it was late:
+        `what` had ended under its task."""
+        if not self.move(what, event, who):
+            raise Over
 
 
 class RequestState(StrEnum):

@@ -55,10 +55,6 @@ class Parked:
     clings: bool = False
 
 
-class Over(Exception):
-    """The job ended while its task was on its way to the next state."""
-
-
 @dataclass(eq=False)
 class Job:
     """One job. Mutable; `state` moves by `DECODE_TABLE` only.
@@ -174,14 +170,11 @@ class Job:
 
     def step(self, event: DecodeEvent) -> bool:
         """Move by one event; False when it was late or a duplicate. Raises `IllegalTransition`."""
-        step = DECODE_TABLE.step(self.state, event, self.key)
-        self.state = step.state
-        return not step.ignored
+        return DECODE_TABLE.move(self, event, self.key)
 
     def advance(self, event: DecodeEvent) -> None:
         """A step that the job's own task decided on. Raises `Over` when the job has ended."""
-        if not self.step(event):
-            raise Over
+        DECODE_TABLE.advance(self, event, self.key)
 
     def token(self, event: TokenSampled, now_s: float) -> TokenItem:
         """The item that tells a sampled token; with the last one the stages and the finished

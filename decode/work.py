@@ -39,6 +39,7 @@ from headrace.core.messages import (
 )
 from headrace.core.peers import Peer
 from headrace.core.rows import StartKind
+from headrace.core.states import Over
 from headrace.decode.commit import Committer
 from headrace.decode.handoff import (
     TERMINAL,
@@ -48,7 +49,7 @@ from headrace.decode.handoff import (
     DecodeState,
     EarlyFrames,
 )
-from headrace.decode.jobs import Job, Over, Stages
+from headrace.decode.jobs import Job, Stages
 from headrace.decode.load import Loader
 from headrace.decode.parking import JobWork, Line
 from headrace.engine import (
@@ -65,6 +66,7 @@ from headrace.kvstore import ClassStores, Kind
 
 log = logging.getLogger(__name__)
 
+FLUSH_S = 2.0  # at stop, for what is queued for the store
 _RETRYABLE = (ReplicaLost, Overloaded, PicturesMissing, faults.InjectedFault)
 
 
@@ -373,14 +375,14 @@ class Decoder:
                 stalled = ReplicaLost(f"no progress of the hand-off for {limit_s} s")
                 self._end(job, DecodeEvent.STALLED, stalled)
 
-    async def stop(self, reason: str, flush_s: float) -> None:
+    async def stop(self, reason: str) -> None:
         """End every job with a retryable failure, wait until all is given back, and write what is
-        queued for the store for at most `flush_s`."""
+        queued for the store for at most `FLUSH_S`."""
         for job in tuple(self.jobs.values()):
             if job.state not in TERMINAL:
                 self._end(job, DecodeEvent.ERROR, ReplicaLost(reason))
         while self._closing:
             await asyncio.wait(self._closing)
-        await self.committer.flush(flush_s)
+        await self.committer.flush(FLUSH_S)
         self._committing.cancel()
         self._loader.close()

@@ -25,7 +25,7 @@ from headrace.engine.jobs import (
     WindowDone,
 )
 from headrace.engine.llm import LLM, Completion
-from headrace.engine.load import load_engine, resolve_numerics
+from headrace.engine.load import load_engine, one_thread_on_cpu, resolve_numerics
 from headrace.engine.pictures import Picture, PictureRows, spans_to_run
 from headrace.engine.settings import EngineSettings, Half
 
@@ -56,6 +56,7 @@ __all__ = [
     "WindowDone",
     "give_way",
     "load_engine",
+    "one_thread_on_cpu",
     "resolve_numerics",
     "spans_to_run",
 ]

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from headrace.core.chain import TokenIds
 from headrace.core.errors import HeadraceError
 from headrace.core.ids import Digest, JobKey
+from headrace.core.messages import LoadReport
 from headrace.core.request import FinishReason, GenRequest
 
 
@@ -123,3 +124,28 @@ class EngineStats:
     encoder_rows_total: int
     decoder_rows_total: int
     late_events: int
+
+    def load_report(
+        self,
+        last_dispatch: int,
+        *,
+        waiting_requests: int,
+        rows_to_come: int,
+        held_leases: int,
+        parked_requests: int = 0,
+    ) -> LoadReport:
+        """What a replica tells a router: this, and what its jobs know that the engine does not.
+        `rows_to_come`: rows of jobs that were not admitted yet."""
+        return LoadReport(
+            last_dispatch=last_dispatch,
+            step=self.steps,
+            waiting_requests=waiting_requests,
+            running_requests=self.running,
+            backlog_rows=self.backlog_rows + rows_to_come,
+            resident_tokens=self.resident_tokens,
+            free_blocks=self.free_blocks,
+            free_slots=self.free_slots,
+            rows_per_s=self.rows_per_s,
+            held_leases=held_leases,
+            parked_requests=parked_requests,
+        )

@@ -6,9 +6,9 @@ from headrace.core.clock import SYSTEM_CLOCK, Clock
 from headrace.core.deployment import Deployment
 from headrace.engine.engine import Engine
 from headrace.engine.settings import EngineSettings, Half
-from headrace.model import ServedModel, resolve_numerics
+from headrace.model import ServedModel, one_thread_on_cpu, resolve_numerics
 
-__all__ = ["load_engine", "resolve_numerics"]
+__all__ = ["load_engine", "one_thread_on_cpu", "resolve_numerics"]
 
 
 def load_engine(

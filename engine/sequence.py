@@ -117,9 +117,7 @@ class Sequence:
 
     def on(self, event: SequenceEvent) -> bool:
         """Take a step of the table; False when the event came late and is ignored."""
-        step = SEQUENCE_TABLE.step(self.state, event, self.key)
-        self.state = step.state
-        return not step.ignored
+        return SEQUENCE_TABLE.move(self, event, self.key)
 
     def finish_reason(self, token_id: int) -> FinishReason | None:
         """Why the sequence ends with `token_id`, already appended to `ids`; None: it goes on."""

@@ -199,7 +199,17 @@ class Beat:
         self._times = times
         self._task: asyncio.Task[None] | None = None
         self._last: Member | None = None
+        self._owns_board = False
         self.beats = 0  # announcements that Redis took
+
+    @staticmethod
+    def of(
+        role: RoleSettings, make_member: Callable[[], Member], *, clock: Clock = SYSTEM_CLOCK
+    ) -> Beat:
+        """A beat on a board of its own, which `stop` closes."""
+        beat = Beat(MemberBoard.of(role, clock=clock), make_member, role.deployment.leases)
+        beat._owns_board = True
+        return beat
 
     async def start(self) -> bool:
         """Announce, and go on doing so. Returns whether the first announcement was taken: a role
@@ -223,13 +233,14 @@ class Beat:
     async def stop(self) -> None:
         """End the beat and withdraw the record. Idempotent."""
         task, self._task = self._task, None
-        if task is None:
-            return
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        if self._last is not None:
-            await self._board.withdraw(self._last)
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            if self._last is not None:
+                await self._board.withdraw(self._last)
+        if self._owns_board:
+            await self._board.close()
 
     async def __aenter__(self) -> Beat:
         await self.start()

@@ -21,7 +21,7 @@ from headrace.model.named import (
     package_tokenizer,
     reserved_token_ids,
 )
-from headrace.model.numerics import Numerics, resolve_numerics
+from headrace.model.numerics import Numerics, one_thread_on_cpu, resolve_numerics
 from headrace.model.packed import Weights
 from headrace.model.rows import RowBatch, RowResult
 from headrace.model.served import ServedModel
@@ -62,6 +62,7 @@ __all__ = [
     "pack_state",
     "package_tokenizer",
     "reserved_token_ids",
+    "one_thread_on_cpu",
     "resolve_numerics",
     "restore_state",
     "unpack_state",

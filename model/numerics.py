@@ -26,6 +26,14 @@ def resolve_numerics(numerics: str, device: str) -> Numerics:
     return Numerics(numerics)
 
 
+def one_thread_on_cpu(device: str) -> None:
+    """Have torch compute in one thread when `device` is the CPU: several engines share the cores of
+    a host, and pools of threads on the same core cost many times what they gain. Sets the whole
+    process."""
+    if torch.device(device).type == "cpu":
+        torch.set_num_threads(1)
+
+
 @dataclass(frozen=True)
 class Precision:
     """`compute` holds activations and matrices, `accumulate` norms, softmaxes, gates, mixes."""

@@ -72,9 +72,7 @@ class Binding:
 
     def step(self, event: BindEvent, who: object = "") -> bool:
         """Move by one event; False when it was late or a duplicate. Raises `IllegalTransition`."""
-        step = BIND_TABLE.step(self.state, event, who)
-        self.state = step.state
-        return not step.ignored
+        return BIND_TABLE.move(self, event, who)
 
     @property
     def decode_key(self) -> JobKey | None:

@@ -118,10 +118,6 @@ class Counts:
     encoder_rows: int = 0
 
 
-class Over(Exception):
-    """The job ended while its task was on its way to the next state."""
-
-
 @dataclass(eq=False)
 class Job:
     """One job and what it knows so far. Mutable; `state` moves by `JOB_TABLE` only.
@@ -169,14 +165,11 @@ class Job:
 
     def step(self, event: JobEvent) -> bool:
         """Move by one event; False when it was late or a duplicate. Raises `IllegalTransition`."""
-        step = JOB_TABLE.step(self.state, event, self.key)
-        self.state = step.state
-        return not step.ignored
+        return JOB_TABLE.move(self, event, self.key)
 
     def advance(self, event: JobEvent) -> None:
         """A step that the job's own task decided on. Raises `Over` when the job has ended."""
-        if not self.step(event):
-            raise Over
+        JOB_TABLE.advance(self, event, self.key)
 
 
 def window_candidates(

@@ -31,6 +31,7 @@ from headrace.core.limits import LeaseTimes
 from headrace.core.messages import BindDecode, JobFailed, PrefillDone, PrefillJob
 from headrace.core.peers import Peer
 from headrace.core.rows import GRAIN, RowPlan
+from headrace.core.states import Over
 from headrace.engine import (
     Admission,
     BlockDone,
@@ -47,7 +48,7 @@ from headrace.engine import (
 from headrace.engine import Job as EngineJob
 from headrace.kvstore import ClassStores
 from headrace.prefill.find import Finder
-from headrace.prefill.jobs import NOT_ADMITTED, TERMINAL, Counts, Job, JobEvent, JobState, Over
+from headrace.prefill.jobs import NOT_ADMITTED, TERMINAL, Counts, Job, JobEvent, JobState
 from headrace.prefill.links import DecodeLinks
 from headrace.prefill.seal import SEAL_BATCH, Sealer
 from headrace.prefill.tell import Teller
@@ -155,10 +156,10 @@ class Prefiller:
         else:
             job.acknowledged.set()
 
-    def router_left(self, router: Peer) -> None:
+    def peer_left(self, peer: Peer) -> None:
         """Nobody waits for these any more."""
         for job in tuple(self.jobs.values()):
-            if job.router is router and job.state not in TERMINAL:
+            if job.router is peer and job.state not in TERMINAL:
                 self._end(job, JobEvent.CANCEL)
 
     def decode_left(self, decode: Peer) -> None:

@@ -367,7 +367,7 @@ class Ticket:
         self._arrived.set()
 
     def _step(self, event: RequestEvent) -> None:
-        self.state = REQUEST_TABLE.step(self.state, event, self.key).state
+        REQUEST_TABLE.move(self, event, self.key)
 
     def _fill_record(self, finish: str) -> None:
         record = self.record

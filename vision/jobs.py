@@ -93,6 +93,4 @@ class Job:
 
     def step(self, event: JobEvent) -> bool:
         """Move by one event; False when it was late or a duplicate. Raises `IllegalTransition`."""
-        step = JOB_TABLE.step(self.state, event, self.key)
-        self.state = step.state
-        return not step.ignored
+        return JOB_TABLE.move(self, event, self.key)

@@ -114,10 +114,10 @@ class VisionWork:
             self._end(job, JobEvent.CANCEL)
         self._release(key)
 
-    def router_left(self, router: Peer) -> None:
+    def peer_left(self, peer: Peer) -> None:
         """Nobody waits for these any more."""
-        keys = {job.key for job in self.jobs.values() if job.router is router}
-        for key in keys | {key for key, peer in self._leased.items() if peer is router}:
+        keys = {job.key for job in self.jobs.values() if job.router is peer}
+        for key in keys | {key for key, router in self._leased.items() if router is peer}:
             self.cancel(key)
 
     # ---- one job ---------------------------------------------------------------------------

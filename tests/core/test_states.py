@@ -6,7 +6,6 @@ import pytest
 
 from headrace.core.errors import IllegalTransition
 from headrace.core.states import (
-    REPLICA_TABLE,
     REQUEST_TABLE,
     TERMINAL_REQUEST_STATES,
     VISIBILITY_TABLE,
@@ -18,35 +17,6 @@ from headrace.core.states import (
     Visibility,
     VisibilityEvent,
 )
-
-TABLES = [
-    (REQUEST_TABLE, RequestState, RequestEvent),
-    (VISIBILITY_TABLE, Visibility, VisibilityEvent),
-    (REPLICA_TABLE, ReplicaState, ReplicaEvent),
-]
-
-
-@pytest.mark.parametrize(
-    ("table", "states", "events"), TABLES, ids=lambda x: getattr(x, "name", "")
-)
-def test_every_pair_moves_is_ignored_or_raises_with_names(table, states, events) -> None:
-    moved = ignored = refused = 0
-    for state in states:
-        for event in events:
-            try:
-                step = table.step(state, event, "job 7")
-            except IllegalTransition as error:
-                refused += 1
-                assert str(state) in error.message
-                assert str(event) in error.message
-                assert "job 7" in error.message
-            else:
-                ignored += step.ignored
-                moved += not step.ignored
-                assert not step.ignored or step.state is state
-    assert moved == len(table.transitions)
-    assert ignored == len(table.ignored)
-    assert moved + ignored + refused == len(states) * len(events)
 
 
 @pytest.mark.parametrize("state", sorted(TERMINAL_REQUEST_STATES))

@@ -135,7 +135,7 @@ async def test_cancel_gives_leases_back_and_later_jobs_of_the_key_are_late(files
     bench.ask("a", 1, epoch=1, n_tokens=n_tokens)
     (done,) = await bench.settled()
     assert (done.key.epoch, done.made) == (1, False)
-    bench.work.router_left(bench.router)
+    bench.work.peer_left(bench.router)
     await asyncio.sleep(0.01)
     assert not bench.store.leases
     await bench.work.stop("over")
@@ -191,15 +191,7 @@ async def test_one_bad_picture_of_a_pass_fails_alone(files: Any) -> None:
     await bench.work.stop("over")
 
 
-def test_every_pair_of_state_and_event_has_an_answer() -> None:
-    for state in JobState:
-        for event in JobEvent:
-            if state in TERMINAL:
-                assert JOB_TABLE.step(state, event).ignored
-                continue
-            try:
-                JOB_TABLE.step(state, event)
-            except IllegalTransition as error:
-                assert state.value in error.message and event.value in error.message
+def test_nothing_is_sealed_that_the_tower_did_not_take_and_nothing_leaves_an_end() -> None:
+    assert all(JOB_TABLE.step(state, event).ignored for state in TERMINAL for event in JobEvent)
     with pytest.raises(IllegalTransition):
         JOB_TABLE.step(JobState.LOOKING, JobEvent.SEALED)
