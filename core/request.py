@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from headrace.core.chain import BLOCK_TOKENS, TokenIds, block_digests
 from headrace.core.errors import InvalidRequest
-from headrace.core.ids import DIGEST_BYTES, Digest, JobKey, RequestId
-from headrace.core.images import ImageSpan, span_extras
+from headrace.core.ids import DIGEST_BYTES, Digest, JobKey, RequestId, new_request_id
+from headrace.core.images import ImageSpan, span_block_digests, span_extras
 from headrace.core.limits import Limit
 
 
@@ -53,9 +54,13 @@ class Sampling:
         SEED.integer(self.seed)
 
 
+GREEDY = Sampling()
+
+
 @dataclass(frozen=True, slots=True)
 class GenRequest:
-    """Everything a role needs to run a request. Immutable; `with_epoch` makes the next attempt.
+    """Everything a role needs to run a request. Immutable; the next attempt is a copy
+    with another epoch.
 
     `digests` are those of the prompt's complete blocks in this namespace and domain; `chain_root`
     lets a decode replica go on with the chain over generated tokens. `keep_tokens` (and with it
@@ -73,9 +78,7 @@ class GenRequest:
     mode: HandoffMode
     domain: str  # cache domain, for quotas and metrics; bytes are separated by chain_root
     deadline_s: float  # seconds left when sent; clocks of two hosts are never compared
-    images: tuple[
-        ImageSpan, ...
-    ] = ()  # pictures of the prompt, in order; the mask comes from these
+    images: tuple[ImageSpan, ...] = ()  # of the prompt, in order; the mask comes from these
     exact_root: Digest | None = None  # mode `replay`: root of the same chain in the exact namespace
 
     def __post_init__(self) -> None:
@@ -98,6 +101,38 @@ class GenRequest:
             raise InvalidRequest(
                 f"max_tokens must be at least 1, got {self.max_tokens}", param="max_tokens"
             )
+
+    @classmethod
+    def offline(
+        cls,
+        root: Digest,
+        ids: TokenIds,
+        *,
+        keep_tokens: int,
+        max_tokens: int,
+        name: RequestId | None = None,
+        epoch: int = 0,
+        sampling: Sampling = GREEDY,
+        stop_token_ids: Sequence[int] = (),
+        images: Sequence[ImageSpan] = (),
+    ) -> GenRequest:
+        """A request that no router made: mode `exact`, in its own domain, without a time limit.
+        Addresses are computed here; `name` is a new id unless given."""
+        return cls(
+            request_id=name or new_request_id(),
+            epoch=epoch,
+            token_ids=ids,
+            chain_root=root,
+            digests=span_block_digests(root, ids, images),
+            keep_tokens=keep_tokens,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_token_ids=tuple(stop_token_ids),
+            mode=HandoffMode.EXACT,
+            domain="offline",
+            deadline_s=0.0,
+            images=tuple(images),
+        )
 
     @property
     def key(self) -> JobKey:

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 from headrace.core.chain import TokenIds, as_token_ids, root_digest
 from headrace.core.deployment import Deployment
 from headrace.core.errors import HeadraceError, InvalidRequest
-from headrace.core.ids import JobKey, new_request_id
-from headrace.core.images import span_block_digests
-from headrace.core.request import FinishReason, GenRequest, HandoffMode, Sampling
+from headrace.core.ids import JobKey
+from headrace.core.request import FinishReason, GenRequest, Sampling
 from headrace.core.rows import plan_decode
 from headrace.engine.engine import Engine
 from headrace.engine.jobs import Event, Job, SequenceFailed, TokenSampled
@@ -147,19 +146,13 @@ class LLM:
         ids = self.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
         spans = tuple(picture.span for picture in pictures)
         stops = (self._eos,) if stop_token_ids is None else tuple(stop_token_ids)
-        return GenRequest(
-            request_id=new_request_id(),
-            epoch=0,
-            token_ids=ids,
-            chain_root=self._root,
-            digests=span_block_digests(self._root, ids, spans),
+        return GenRequest.offline(
+            self._root,
+            ids,
             keep_tokens=self.keep_tokens,
             max_tokens=max_tokens,
             sampling=sampling,
             stop_token_ids=stops,
-            mode=HandoffMode.EXACT,
-            domain="offline",
-            deadline_s=0.0,
             images=spans,
         )
 

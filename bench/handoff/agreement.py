@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from headrace.core.chain import as_token_ids, block_digests
-from headrace.core.ids import Digest, RequestId
-from headrace.core.request import GenRequest, HandoffMode, Sampling
+from headrace.core.chain import as_token_ids
+from headrace.core.ids import Digest
+from headrace.core.request import GenRequest
 from headrace.core.rows import plan_decode, plan_prefill
 from headrace.engine import BlockDone, Engine, EngineSettings, Half, Job, TokenSampled
 from headrace.model import Numerics, Trunk, load_named
@@ -71,20 +71,7 @@ def run(
     settings = EngineSettings(n_blocks=n_blocks, n_slots=1)
     engine = Engine(trunk, settings, half, record_spacing_tokens=1 << 20)
     known, w = as_token_ids(ids), engine.geometry.window_tokens
-    request = GenRequest(
-        request_id=RequestId("bench"),
-        epoch=0,
-        token_ids=known,
-        chain_root=ROOT,
-        digests=block_digests(ROOT, known),
-        keep_tokens=w + 12,
-        max_tokens=max_tokens,
-        sampling=Sampling(),
-        stop_token_ids=(),
-        mode=HandoffMode.EXACT,
-        domain="bench",
-        deadline_s=0.0,
-    )
+    request = GenRequest.offline(ROOT, known, keep_tokens=w + 12, max_tokens=max_tokens)
     admission = engine.admit(Job(request, as_token_ids([]), len(hit)))
     assert admission is not None
     for fill in admission.fills:

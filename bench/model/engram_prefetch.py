@@ -42,9 +42,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.core.chain import as_token_ids, block_digests
+from headrace.core.chain import as_token_ids
 from headrace.core.ids import Digest, RequestId
-from headrace.core.request import GenRequest, HandoffMode, Sampling
+from headrace.core.request import GenRequest, Sampling
 from headrace.core.rows import plan_decode
 from headrace.engine import Engine, EngineSettings, Half, Job
 from headrace.engine.sequence import SequenceState
@@ -185,20 +185,13 @@ ENGINE_WAYS = (("no prefetch", False, False), ("call", True, False), ("step befo
 
 def request(n: int, name: str, max_tokens: int, rng: np.random.Generator) -> GenRequest:
     ids = as_token_ids([int(i) for i in rng.integers(31, 3900, n)])
-    root = Digest(bytes(32))
-    return GenRequest(
-        request_id=RequestId(name),
-        epoch=0,
-        token_ids=ids,
-        chain_root=root,
-        digests=block_digests(root, ids),
+    return GenRequest.offline(
+        Digest(bytes(32)),
+        ids,
         keep_tokens=44,
         max_tokens=max_tokens,
+        name=RequestId(name),
         sampling=Sampling(temperature=1.0, seed=n),
-        stop_token_ids=(),
-        mode=HandoffMode.EXACT,
-        domain="bench",
-        deadline_s=0.0,
     )
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from headrace.core.chain import as_token_ids, block_digests
+from headrace.core.chain import as_token_ids
 from headrace.core.errors import HeadraceError
 from headrace.core.ids import Digest, JobKey, RequestId
-from headrace.core.request import FinishReason, GenRequest, HandoffMode, Sampling
+from headrace.core.request import FinishReason, GenRequest, Sampling
 from headrace.core.rows import Geometry, plan_decode, plan_prefill
 from headrace.engine import (
     BlockDone,
@@ -59,19 +59,15 @@ def make_request(
         draw = random.Random(seed)
         prompt = [draw.randrange(16, 3900) for _ in range(prompt)]
     ids = as_token_ids(prompt)
-    return GenRequest(
-        request_id=RequestId(name),
-        epoch=epoch,
-        token_ids=ids,
-        chain_root=root,
-        digests=block_digests(root, ids),
+    return GenRequest.offline(
+        root,
+        ids,
         keep_tokens=keep_tokens,
         max_tokens=max_tokens,
+        name=RequestId(name),
+        epoch=epoch,
         sampling=sampling or Sampling(),
-        stop_token_ids=tuple(stop_token_ids),
-        mode=HandoffMode.EXACT,
-        domain="d",
-        deadline_s=60.0,
+        stop_token_ids=stop_token_ids,
     )
 
 

@@ -17,8 +17,8 @@ import torch
 
 from headrace.core.chain import TOKEN_TYPE, as_token_ids
 from headrace.core.ids import Digest, JobKey, RequestId
-from headrace.core.images import ImageSpan, span_block_digests
-from headrace.core.request import FinishReason, GenRequest, HandoffMode, Sampling
+from headrace.core.images import ImageSpan
+from headrace.core.request import FinishReason, GenRequest, Sampling
 from headrace.core.rows import RowPlan, plan_decode
 from headrace.engine import (
     BlockDone,
@@ -78,19 +78,12 @@ def request(
     )
     for span in spans:
         ids[span.start : span.end] = array(TOKEN_TYPE, [IMAGE_TOKEN_ID] * span.n_tokens)
-    return GenRequest(
-        request_id=RequestId("r"),
-        epoch=0,
-        token_ids=ids,
-        chain_root=ROOT,
-        digests=span_block_digests(ROOT, ids, spans),
+    return GenRequest.offline(
+        ROOT,
+        ids,
         keep_tokens=keep_tokens,
         max_tokens=max_tokens,
-        sampling=Sampling(),
-        stop_token_ids=(),
-        mode=HandoffMode.EXACT,
-        domain="d",
-        deadline_s=60.0,
+        name=RequestId("r"),
         images=spans,
     )
 

@@ -14,10 +14,10 @@ from functools import cache
 import pytest
 import torch
 
-from headrace.core.chain import as_token_ids, block_digests
+from headrace.core.chain import as_token_ids
 from headrace.core.errors import ConfigError
 from headrace.core.ids import Digest, RequestId
-from headrace.core.request import GenRequest, HandoffMode, Sampling
+from headrace.core.request import GenRequest
 from headrace.core.rows import RowPlan, StartKind, plan_decode, plan_resume
 from headrace.engine import (
     BlockDone,
@@ -82,20 +82,7 @@ def make_engine(rows: int, backtrack_rows: int, ring_rows: int | None = None) ->
 def request(n_tokens: int) -> GenRequest:
     draw = random.Random(n_tokens)
     ids = as_token_ids([draw.randrange(16, 1000) for _ in range(n_tokens)])
-    return GenRequest(
-        request_id=RequestId("r"),
-        epoch=0,
-        token_ids=ids,
-        chain_root=ROOT,
-        digests=block_digests(ROOT, ids),
-        keep_tokens=1,
-        max_tokens=MAX_TOKENS,
-        sampling=Sampling(),
-        stop_token_ids=(),
-        mode=HandoffMode.EXACT,
-        domain="d",
-        deadline_s=60.0,
-    )
+    return GenRequest.offline(ROOT, ids, keep_tokens=1, max_tokens=MAX_TOKENS, name=RequestId("r"))
 
 
 def begin(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headrace.core.chain import as_token_ids, block_digests
 from headrace.core.errors import IllegalTransition
 from headrace.core.ids import Digest, RequestId
-from headrace.core.request import GenRequest, HandoffMode, Sampling
+from headrace.core.request import GenRequest
 from headrace.core.rows import Geometry, plan_prefill, record_position
 from headrace.prefill.jobs import (
     JOB_TABLE,
@@ -29,27 +29,7 @@ FROM_THE_ENGINE = (JobEvent.PRODUCT, JobEvent.ROWS_DONE, JobEvent.ERROR)
 
 def request(n_tokens: int, keep_tokens: int) -> GenRequest:
     ids = as_token_ids(range(n_tokens))
-    return GenRequest(
-        RequestId("r"), 0, ids, ROOT, block_digests(ROOT, ids), keep_tokens, 1, Sampling(), (),
-        HandoffMode.EXACT, "d", 1.0,
-    )  # fmt: skip
-
-
-def test_every_pair_moves_is_ignored_or_raises_with_names() -> None:
-    moved = ignored = refused = 0
-    for state in JobState:
-        for event in JobEvent:
-            try:
-                step = JOB_TABLE.step(state, event, "r#0")
-            except IllegalTransition as error:
-                refused += 1
-                assert all(word in error.message for word in (state, event, "r#0"))
-            else:
-                moved += not step.ignored
-                ignored += step.ignored
-                assert not step.ignored or step.state is state
-    assert (moved, ignored) == (len(JOB_TABLE.transitions), len(JOB_TABLE.ignored))
-    assert moved + ignored + refused == len(JobState) * len(JobEvent)
+    return GenRequest.offline(ROOT, ids, keep_tokens=keep_tokens, max_tokens=1, name=RequestId("r"))
 
 
 @pytest.mark.parametrize("state", JobState)

@@ -12,10 +12,10 @@ import pytest
 
 from headrace.core.chain import as_token_ids
 from headrace.core.errors import InvalidRequest, LimitExceeded
-from headrace.core.ids import Digest, RequestId
-from headrace.core.images import ImageSpan, span_block_digests
+from headrace.core.ids import Digest
+from headrace.core.images import ImageSpan
 from headrace.core.limits import ImageLimits
-from headrace.core.request import GenRequest, HandoffMode, Sampling
+from headrace.core.request import GenRequest
 from headrace.core.rows import Geometry
 from headrace.router.pictures import open_files
 from headrace.router.policy import size_up
@@ -39,21 +39,7 @@ def digest(number: int) -> Digest:
 def request(n_tokens: int, starts: tuple[int, ...]) -> GenRequest:
     ids = as_token_ids([5] * n_tokens)
     spans = tuple(ImageSpan(start, 22, digest(start)) for start in starts)
-    return GenRequest(
-        request_id=RequestId("r"),
-        epoch=0,
-        token_ids=ids,
-        chain_root=digest(-1),
-        digests=span_block_digests(digest(-1), ids, spans),
-        keep_tokens=KEEP,
-        max_tokens=8,
-        sampling=Sampling(),
-        stop_token_ids=(),
-        mode=HandoffMode.EXACT,
-        domain="d",
-        deadline_s=1.0,
-        images=spans,
-    )
+    return GenRequest.offline(digest(-1), ids, keep_tokens=KEEP, max_tokens=8, images=spans)
 
 
 @pytest.mark.parametrize(

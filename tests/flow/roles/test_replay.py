@@ -4,15 +4,16 @@ namespace of their own."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from headrace.core.chain import as_token_ids, block_digests
+from headrace.core.chain import as_token_ids
 from headrace.core.ids import Digest, RequestId
-from headrace.core.request import GenRequest, HandoffMode, Sampling
+from headrace.core.request import GenRequest, HandoffMode
 from headrace.core.rows import StartKind, floor_grain, plan_decode, plan_prefill
 from headrace.engine import BlockDone, Engine, EngineSettings, Half, Job, TokenSampled, WindowDone
 from headrace.kvstore import IndexReader, StoreClient
@@ -48,20 +49,7 @@ class Reference:
             poison=True,
         )
         root, known = Digest(bytes(32)), as_token_ids(list(ids))
-        request = GenRequest(
-            request_id=RequestId("reference"),
-            epoch=0,
-            token_ids=known,
-            chain_root=root,
-            digests=block_digests(root, known),
-            keep_tokens=44,
-            max_tokens=max_tokens,
-            sampling=Sampling(),
-            stop_token_ids=(),
-            mode=HandoffMode.EXACT,
-            domain="d",
-            deadline_s=0.0,
-        )
+        request = GenRequest.offline(root, known, keep_tokens=44, max_tokens=max_tokens)
         admission = engine.admit(Job(request, as_token_ids([]), len(hit)))
         assert admission is not None
         for fill in admission.fills:
@@ -201,16 +189,13 @@ async def test_exact_bytes_are_read_first_and_keep_their_class(
     decode = await new_decode("decode-exact", handoff_mode=HandoffMode.EXACT)
     to_decode = await cluster.router.connect(decode.shell.address)
     tainted = cluster.request(ids, 8)
-    plain = GenRequest(
-        **{
-            name: getattr(tainted, name)
-            for name in tainted.__dataclass_fields__
-            if name not in ("chain_root", "digests", "mode", "exact_root", "request_id")
-        },
+    plain = dataclasses.replace(
+        tainted,
         request_id=RequestId("exact"),
         chain_root=tainted.exact_root,
         digests=tainted.exact_digests(tainted.token_ids),
         mode=HandoffMode.EXACT,
+        exact_root=None,
     )
     text = await (await cluster.router.send(plain, to_decode)).result()
     assert text == await yardstick.text(ids, 8)
