@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:  # a configuration is validated by what is here
+    from headrace.model.config import ModelConfig
 
 Ints = NDArray[np.int64]
 
@@ -103,6 +107,17 @@ def build_hashes(
             EngramHash(multipliers(layer_id, max_ngram, compressed_vocab_size), primes, offsets)
         )
     return tuple(hashes)
+
+
+def hashes_of(config: ModelConfig) -> tuple[EngramHash, ...]:
+    """`build_hashes` of a configuration."""
+    return build_hashes(
+        config.engram_layer_ids,
+        config.engram_max_ngram_size,
+        config.engram_n_heads,
+        config.engram_vocab_size,
+        config.engram_compressed_vocab_size,
+    )
 
 
 def map_history(

@@ -14,7 +14,7 @@ from headrace.kernels import frequencies, kernels_for, phases, yarn_frequencies
 from headrace.model.attention import Attention, Capture, HalfScratch
 from headrace.model.config import ModelConfig
 from headrace.model.dspark import DraftBatch, DraftBlock, commit, draft_block
-from headrace.model.engram_hash import build_hashes, map_history
+from headrace.model.engram_hash import hashes_of, map_history
 from headrace.model.engram_store import EngramTable
 from headrace.model.errors import BatchError, ConfigError, StateError
 from headrace.model.numerics import Numerics, Precision
@@ -68,13 +68,7 @@ class Trunk(nn.Module):
         )
         self.params = builder.build_encoder() if encoder_only else builder.build()
         self.engram = [p.engram.table for p in self.params.layers if p.engram is not None]
-        self.hashes = build_hashes(
-            config.engram_layer_ids,
-            config.engram_max_ngram_size,
-            config.engram_n_heads,
-            config.engram_vocab_size,
-            config.engram_compressed_vocab_size,
-        )
+        self.hashes = hashes_of(config)
         ids = sorted(set(masked_token_ids))
         if ids and not 0 <= ids[0] <= ids[-1] < config.vocab_size:
             raise ConfigError(f"masked_token_ids: found {ids}, wanted 0..{config.vocab_size - 1}")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 
 from headrace.model.config import ModelConfig
-from headrace.model.engram_hash import build_hashes, map_history
+from headrace.model.engram_hash import hashes_of, map_history
 from headrace.model.errors import ConfigError
 from headrace.model.named import package_tokenizer
 from headrace.model.token_map import build_token_map
@@ -118,13 +118,7 @@ class Mixer(IterableDataset[dict[str, torch.Tensor]]):
         self.encoder = Encoder(tokenizer, config.image_token_id, span_tokens(config))
         self.facts = talk.Facts(tokenizer)
         self.token_map = build_token_map(tokenizer).ids
-        self.hashes = build_hashes(
-            config.engram_layer_ids,
-            config.engram_max_ngram_size,
-            config.engram_n_heads,
-            config.engram_vocab_size,
-            config.engram_compressed_vocab_size,
-        )
+        self.hashes = hashes_of(config)
         self._makers: dict[str, Callable[[Random, int], Document]] = {
             "prose": self._prose,
             "stories": self._story,
