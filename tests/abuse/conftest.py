@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import uvloop
+from headrace_tests import module
 
 from headrace.core.limits import EdgeLimits
-
-
-def _router_conftest() -> ModuleType:
-    """tests/router/conftest.py as a module: test files cannot import each other by name."""
-    name = "headrace_tests_router_rig"
-    if name not in sys.modules:
-        path = Path(__file__).parent.parent / "router" / "conftest.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -53,7 +37,7 @@ async def rig(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Async
 
     edge = EdgeLimits(header_deadline_s=0.5, body_deadline_s=0.7, stall_s=1.0)
     folder = tmp_path_factory.mktemp("rig")
-    make = _router_conftest().running_rig
+    make = module("tests/router/conftest.py").running_rig
     async with make(
         redis_url, folder, Vocabulary("tokenizer-4096"), edge=edge, prefills=1
     ) as running:

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from headrace_tests import module
 
 from headrace.core.request import HandoffMode
 
-TESTS = Path(__file__).parent.parent
-
-
-def beside(path: str) -> ModuleType:
-    """A file below tests/ as a module: test files cannot import each other by name."""
-    name = "headrace_tests_" + path.removesuffix(".py").replace("/", "_")
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, TESTS / path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look it up
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-whole, flow = beside("flow/conftest.py"), beside("flow/roles/conftest.py")
+whole, flow = module("tests/flow/conftest.py"), module("tests/flow/roles/conftest.py")
 # Fixtures of tests/flow, which pytest finds by their names in this file.
 run_dir, valkey, token, prompt = whole.run_dir, whole.valkey, whole.token, whole.prompt
 yardstick, no_faults, router_end = whole.yardstick, whole.no_faults, whole.router_end
@@ -40,39 +24,39 @@ cluster_with_store_process = flow.cluster_with_store_process
 @pytest.fixture(scope="session")
 def kinds() -> ModuleType:
     """The module scenario.py: `kinds.Scenario`, `kinds.Fault`, `kinds.kill` and the others."""
-    return beside("faults/scenario.py")
+    return module("tests/faults/scenario.py")
 
 
 @pytest.fixture(scope="session")
 def serving() -> Any:
     """`async with serving(role, salts, model) as (router, http)`: one more router; service.py."""
-    return beside("faults/service.py").serving
+    return module("tests/faults/service.py").serving
 
 
 @pytest.fixture(scope="session")
 def proxy() -> ModuleType:
     """The module wire/proxy.py: rules and deeds for frames."""
-    return beside("faults/wire/proxy.py")
+    return module("tests/faults/wire/proxy.py")
 
 
 @pytest.fixture(scope="session")
 def router_rig() -> ModuleType:
     """tests/router/conftest.py: a router with scripted replicas."""
-    return beside("router/conftest.py")
+    return module("tests/router/conftest.py")
 
 
 @pytest.fixture(scope="session")
 def samples() -> ModuleType:
     """The module wire/samples.py: healthy messages and how to spoil them."""
-    return beside("faults/wire/samples.py")
+    return module("tests/faults/wire/samples.py")
 
 
 @pytest.fixture(scope="session")
 def model() -> SimpleNamespace:
     """`model.world` and `model.steps`: the hand-off as a world of single steps."""
-    beside("faults/model/prefilling.py")  # a part of the world, which imports it
+    module("tests/faults/model/prefilling.py")  # a part of the world, which imports it
     return SimpleNamespace(
-        world=beside("faults/model/world.py"), steps=beside("faults/model/steps.py")
+        world=module("tests/faults/model/world.py"), steps=module("tests/faults/model/steps.py")
     )
 
 
@@ -123,7 +107,7 @@ async def service(
     settings = store_settings(tag, **sizes)
     salts = str(tmp_path_factory.mktemp("salt"))
     options = getattr(request.module, "ROUTER", {})
-    running = beside("faults/service.py").running
+    running = module("tests/faults/service.py").running
     async with running(
         flow, proxy, roles, settings, yardstick, router_end, salts, **options
     ) as made:

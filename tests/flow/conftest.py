@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import random
 import shutil
-import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from headrace_tests import module
 
 from headrace.core import faults
 from headrace.core.card import Role
@@ -39,18 +37,7 @@ from headrace.core.request import FinishReason, GenRequest, Sampling
 from headrace.engine import LLM, EngineSettings
 from headrace.kvstore import EmbeddedRedis, embedded_valkey
 
-
-def _beside(name: str) -> None:
-    """Make a file beside this one importable as headrace_tests_flow_<name>, since test files cannot
-    import each other."""
-    full = f"headrace_tests_flow_{name}"
-    spec = importlib.util.spec_from_file_location(full, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    sys.modules[full] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[full])
-
-
-_beside("engines")
+module("tests/flow/engines.py")
 
 TOKEN = "a token of tests, 32 characters.."
 GREEDY = Sampling()

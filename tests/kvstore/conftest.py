@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
 import random
@@ -23,6 +22,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import redis
+from headrace_tests import module
 
 from headrace.core import faults
 from headrace.core.chain import window_digest
@@ -38,19 +38,8 @@ from headrace.kvstore import (
     run_store,
 )
 
-
-def _beside(name: str) -> None:
-    """Make a file beside this one importable as headrace_tests_kvstore_<name>, since test files
-    cannot import each other."""
-    full = f"headrace_tests_kvstore_{name}"
-    spec = importlib.util.spec_from_file_location(full, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    sys.modules[full] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[full])
-
-
-_beside("disk")
-_beside("wire")
+module("tests/kvstore/disk.py")
+module("tests/kvstore/wire.py")
 
 TOKEN = "a cluster token of tests"
 BLOCK_BYTES = 3000

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from headrace_tests import module
 
 from headrace.model import (
     CacheLayout,
@@ -187,14 +185,7 @@ def text_type() -> type[Text]:
 
 @pytest.fixture(scope="session")
 def dense() -> ModuleType:
-    """The module oracle/dense.py; test files are not importable from one another."""
-    path = Path(__file__).parent / "oracle" / "dense.py"
-    spec = importlib.util.spec_from_file_location("model_oracle_dense", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return module("tests/model/oracle/dense.py")
 
 
 @pytest.fixture

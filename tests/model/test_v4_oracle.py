@@ -6,13 +6,13 @@ separates the two and prompts of any length can be compared as they come.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from headrace_tests import module
 
 from headrace.model import Numerics, Trunk
 
@@ -22,12 +22,7 @@ TOLERANCE = 1e-4  # of a logit; their standard deviation is 1
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    path = ORACLE / "make_transformers_fixtures.py"
-    spec = importlib.util.spec_from_file_location("model_oracle_transformers", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module("tests/model/oracle/make_transformers_fixtures.py")
 
 
 @pytest.fixture(scope="module")

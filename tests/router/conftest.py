@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
 import pytest
 import uvloop
+from headrace_tests import module
 
 from headrace.core.card import Member, Role
 from headrace.core.deployment import Deployment
@@ -31,20 +29,7 @@ from headrace.router.role import RouterProcess
 from headrace.router.settings import RouterSettings
 from headrace.router.tokens import Vocabulary
 
-
-def _beside(name: str) -> ModuleType:
-    """A file beside this one as a module: test files cannot import each other by name."""
-    full = f"headrace_tests_router_{name}"
-    if full not in sys.modules:
-        path = Path(__file__).with_name(f"{name}.py")
-        spec = importlib.util.spec_from_file_location(full, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[full] = importlib.util.module_from_spec(spec)  # dataclasses look it up
-        spec.loader.exec_module(sys.modules[full])
-    return sys.modules[full]
-
-
-scripted = _beside("scripted")
+scripted = module("tests/router/scripted.py")
 
 KEY, OTHER_KEY = "key-of-tenant-a-0123", "key-of-tenant-b-0123"
 REFERENCE = "The river runs to the mill, and the mill grinds.\n"

@@ -5,35 +5,20 @@ The files of this folder run in the order of their names: the later ones kill mo
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from headrace_tests import module
 
 from headrace.engine import LLM
 
-
-def _beside(name: str) -> ModuleType:
-    """A file beside this one as a module: test files cannot import each other by name."""
-    full = f"headrace_tests_cluster_live_{name}"
-    if full not in sys.modules:
-        path = Path(__file__).with_name(f"{name}.py")
-        spec = importlib.util.spec_from_file_location(full, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[full] = importlib.util.module_from_spec(spec)  # dataclasses look it up
-        spec.loader.exec_module(sys.modules[full])
-    return sys.modules[full]
-
-
-Live: Any = _beside("cluster").Live
-crowds = _beside("crowd")
+Live: Any = module("tests/cluster/live/cluster.py").Live
+crowds = module("tests/cluster/live/crowd.py")
 Until = Callable[..., None]
 
 

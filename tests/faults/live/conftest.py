@@ -4,10 +4,8 @@ The files of this folder run in the order of their names, on one cluster."""
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from headrace_tests import module
 
 from headrace.engine import LLM
 
@@ -23,20 +22,9 @@ ROOT = Path(__file__).resolve().parents[3]
 ORDINARY_IDS = range(300, 4000)  # of the 4,096-id tokenizer: no special token among them
 
 
-def _module(path: str) -> ModuleType:
-    """A file of the repository as a module: test files cannot import each other by name."""
-    name = "headrace_" + path.removesuffix(".py").replace("/", "_")
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look it up
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-_module("tests/cluster/live/cluster.py")  # `plain` builds on it
-Plain: Any = _module("tests/faults/live/plain.py").Plain
-crowds = _module("tests/cluster/live/crowd.py")
+module("tests/cluster/live/cluster.py")  # `plain` builds on it
+Plain: Any = module("tests/faults/live/plain.py").Plain
+crowds = module("tests/cluster/live/crowd.py")
 
 
 def until(condition: Callable[[], bool], within_s: float, message: str | Callable[[], str]) -> None:
@@ -97,7 +85,7 @@ def ask() -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def overload() -> ModuleType:
     """The module bench/end_to_end/overload.py."""
-    return _module("bench/end_to_end/overload.py")
+    return module("bench/end_to_end/overload.py")
 
 
 VALUES: dict[str, Any] = {

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from headrace_tests import module
 
 from headrace.kvstore.policy import StorePolicy
-
-BENCH = Path(__file__).parents[3] / "bench/kvstore/replay_trace.py"
 
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("replay_trace", BENCH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["replay_trace"] = module  # dataclasses and protocols look themselves up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["replay_trace"]
+    return module("bench/kvstore/replay_trace.py")
 
 
 def test_a_trace_becomes_complete_blocks(bench, tmp_path):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
-import sys
-from pathlib import Path
 
 import pytest
+from headrace_tests import module
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(900)]
 SECONDS = float(os.environ.get("HEADRACE_HISTORY_SECONDS", "6"))
@@ -16,11 +14,7 @@ SECONDS = float(os.environ.get("HEADRACE_HISTORY_SECONDS", "6"))
 
 @pytest.fixture(scope="module")
 def play():
-    name = "headrace_tests_kvstore_history"
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("history.py"))
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.play
+    return module("tests/kvstore/history/history.py").play
 
 
 @pytest.fixture
