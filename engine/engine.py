@@ -207,9 +207,9 @@ class Engine:
             return False
         if sequence.generated:
             check_moment(found, len(sequence.ids) - 1, sequence)
-        elif found.slot.length != sequence.request.n_tokens:
-            raise ValueError(f"{key}: a state at {found.slot.length} tokens")
-        slot, block = sequence.lease.slot, open_block(sequence, found.slot.length)
+        elif found.slot.length_tokens != sequence.request.n_tokens:
+            raise ValueError(f"{key}: a state at {found.slot.length_tokens} tokens")
+        slot, block = sequence.lease.slot, open_block(sequence, found.slot.length_tokens)
         restore_state(self.state, slot, found, block)
         if self.scheduler.adopt(key, found.anchor, ran) is None:
             return False

@@ -42,9 +42,9 @@ class Parking:
 
     def export(self, sequence: Sequence) -> bytes:
         """Everything of a sequence beyond its complete blocks, and its newest token."""
-        length, slot = sequence.next_row, sequence.lease.slot
-        block = open_block(sequence, length)
-        return pack_state(self._state, slot, length, sequence.ids[-1], block)
+        length_tokens, slot = sequence.next_row, sequence.lease.slot
+        block = open_block(sequence, length_tokens)
+        return pack_state(self._state, slot, length_tokens, sequence.ids[-1], block)
 
     def hold(self, key: JobKey) -> bytes | None:
         """No step runs a decoding sequence from now on, and everything of it beyond its complete
@@ -87,7 +87,7 @@ class Parking:
         check_moment(found, sequence.next_row, sequence)
         if not unpark(self._scheduler, sequence):
             return False
-        lease, block = sequence.lease, open_block(sequence, found.slot.length)
+        lease, block = sequence.lease, open_block(sequence, found.slot.length_tokens)
         try:
             restore_state(self._state, lease.slot, found, block)
         except StateError:
@@ -169,12 +169,14 @@ def unpark(scheduler: Scheduler, sequence: Sequence) -> bool:
     return True
 
 
-def open_block(sequence: Sequence, length: int) -> int | None:
-    """The block that a sequence of `length` rows has begun and not filled."""
-    return sequence.lease.blocks[length // BLOCK_TOKENS] if length % BLOCK_TOKENS else None
+def open_block(sequence: Sequence, length_tokens: int) -> int | None:
+    """The block that a sequence of `length_tokens` rows has begun and not filled."""
+    whole, begun = divmod(length_tokens, BLOCK_TOKENS)
+    return sequence.lease.blocks[whole] if begun else None
 
 
-def check_moment(found: SequenceBytes, length: int, sequence: Sequence) -> None:
-    """Raises `ValueError` for a state of other than `length` rows, or with another newest token."""
-    if (found.slot.length, found.anchor) != (length, sequence.ids[-1]):
+def check_moment(found: SequenceBytes, length_tokens: int, sequence: Sequence) -> None:
+    """Raises `ValueError` for a state of other than `length_tokens` rows, or another newest
+    token."""
+    if (found.slot.length_tokens, found.anchor) != (length_tokens, sequence.ids[-1]):
         raise ValueError(f"{sequence.key}: not the state that was parked")

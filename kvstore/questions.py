@@ -38,6 +38,8 @@ class Topic(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
+    """`call` pairs it with its answer, on one connection."""
+
     call: int
     topic: Topic
     text: str  # JSON

@@ -61,10 +61,12 @@ class TailLayout:
         """Tokens that the next one may be pooled with."""
         return self.span_tokens - 1
 
-    def dead_tokens(self, length: int) -> int:
-        """How many of the `history_tokens` before `length` no later entry reads."""
-        first_read = max(0, length - length % self.ratio - (self.span_tokens - self.ratio))
-        return max(0, min(first_read, length) - (length - self.history_tokens))
+    def dead_tokens(self, length_tokens: int) -> int:
+        """How many of the `history_tokens` before `length_tokens` no later entry reads."""
+        first_read = max(
+            0, length_tokens - length_tokens % self.ratio - (self.span_tokens - self.ratio)
+        )
+        return max(0, min(first_read, length_tokens) - (length_tokens - self.history_tokens))
 
     @property
     def overlaps(self) -> bool:

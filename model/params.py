@@ -109,6 +109,9 @@ class DrafterParams:
 
 @dataclass(frozen=True, slots=True)
 class TrunkParams:
+    """A trunk of width D, in the compute dtype unless said. An encoder-only build has an empty
+    `head` and `norm`, and its last layer is the first decoder layer's KV source alone."""
+
     embed: torch.Tensor  # [vocab, D]
     head: torch.Tensor  # [D, vocab], accumulate dtype
     norm: torch.Tensor

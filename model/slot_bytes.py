@@ -3,11 +3,11 @@
     header  magic "HRST" | version u16 | tail type u8 | layers u8 | length u32 | window rows u32 |
             anchor u32 | windows u32 | drafter u32 | tails u32 | entries u32
             (all little-endian; sizes in bytes)
-    windows W-1 rows before `length` of every layer: layer-major, position order, front zero
-    drafter the W rows before `length` of every drafter stage, in the same order
+    windows W-1 rows before `length_tokens` of every layer: layer-major, position order, front zero
+    drafter the W rows before `length_tokens` of every drafter stage, in the same order
     tails   the last compressor inputs that an entry may read, of each pooling compressor
-    entries the complete groups of the incomplete block at `length`: per source layer in order the
-            main rows, the index keys' data, their scales; nothing for a parked slot
+    entries the complete groups of the incomplete block at `length_tokens`: per source layer in
+            order the main rows, the index keys' data, their scales; nothing for a parked slot
 
 `anchor` is the newest token, which has no row yet. Which model and numerics the bytes belong to is
 the business of the namespace that they are stored under.
@@ -49,17 +49,21 @@ def most_bytes(layout: CacheLayout) -> int:
     return _HEADER.size + windows + drafter + tails + layout.block_bytes
 
 
-def pack_state(state: KvState, slot: int, length: int, anchor: int, block: int | None) -> bytes:
-    """The slot's state at `length` tokens. `block`: the state's block that holds the positions from
-    floor(length) on, whose complete groups are packed too; None leaves them out."""
-    private = state.export_slot(slot, length)
-    entries = b"" if block is None else _entries(state.layout, state.read_block(block), length)
+def pack_state(
+    state: KvState, slot: int, length_tokens: int, anchor: int, block: int | None
+) -> bytes:
+    """The slot's state at `length_tokens`. `block`: the state's block that holds the positions from
+    floor(length_tokens) on, whose complete groups are packed too; None leaves them out."""
+    private = state.export_slot(slot, length_tokens)
+    entries = (
+        b"" if block is None else _entries(state.layout, state.read_block(block), length_tokens)
+    )
     header = _HEADER.pack(
         _MAGIC,
         _VERSION,
         _TAIL_TYPES[private.tail_dtype],
         0,
-        length,
+        length_tokens,
         private.window_rows,
         anchor,
         len(private.swa),
@@ -75,7 +79,7 @@ def unpack_state(data: Buffer) -> SequenceBytes:
     view = memoryview(data).cast("B")
     if view.nbytes < _HEADER.size:
         raise StateError(f"state bytes: found {view.nbytes}, wanted at least {_HEADER.size}")
-    magic, version, tail, layers, length, rows, anchor, *sizes = _HEADER.unpack_from(view)
+    magic, version, tail, layers, length_tokens, rows, anchor, *sizes = _HEADER.unpack_from(view)
     if magic != _MAGIC or version != _VERSION or layers or tail not in _TAIL_NAMES:
         raise StateError("state bytes: another format or version")
     if _HEADER.size + sum(sizes) != view.nbytes:
@@ -85,7 +89,7 @@ def unpack_state(data: Buffer) -> SequenceBytes:
         parts.append(bytes(view[begin : begin + size]))
         begin += size
     swa, drafter, tails, entries = parts
-    slot = SlotState(length, "all", rows, _TAIL_NAMES[tail], swa, drafter, tails)
+    slot = SlotState(length_tokens, "all", rows, _TAIL_NAMES[tail], swa, drafter, tails)
     return SequenceBytes(slot, anchor, entries)
 
 
@@ -104,11 +108,11 @@ def restore_state(state: KvState, slot: int, found: SequenceBytes, block: int | 
         state.write_block(block, entries)
 
 
-def _sections(layout: CacheLayout, length: int) -> list[tuple[int, int]]:
-    """(offset in a block, bytes) of the complete groups of the incomplete block at `length`."""
+def _sections(layout: CacheLayout, length_tokens: int) -> list[tuple[int, int]]:
+    """(offset in a block, bytes) of the complete groups of the incomplete block."""
     sections = []
     for source in layout.sources:
-        groups = length % BLOCK_TOKENS // source.ratio
+        groups = length_tokens % BLOCK_TOKENS // source.ratio
         sections += [
             (source.main_offset, groups * source.main_row_bytes),
             (source.index_data_offset, groups * source.index_data_bytes),
@@ -117,12 +121,12 @@ def _sections(layout: CacheLayout, length: int) -> list[tuple[int, int]]:
     return sections
 
 
-def _entries(layout: CacheLayout, block: bytes, length: int) -> bytes:
-    return b"".join(block[begin : begin + size] for begin, size in _sections(layout, length))
+def _entries(layout: CacheLayout, block: bytes, length_tokens: int) -> bytes:
+    return b"".join(block[begin : begin + size] for begin, size in _sections(layout, length_tokens))
 
 
 def _place(layout: CacheLayout, block: bytearray, found: SequenceBytes) -> None:
-    sections = _sections(layout, found.slot.length)
+    sections = _sections(layout, found.slot.length_tokens)
     if sum(size for _, size in sections) != len(found.entries):
         raise StateError("state bytes: entries of another layout")
     taken = 0

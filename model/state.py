@@ -23,16 +23,16 @@ Layers = Literal["all", "encoder"]
 
 @dataclass(frozen=True)
 class SlotState:
-    """One sequence's private state at `length` tokens, independent of ring size and block numbers.
+    """One sequence's private state at `length_tokens`, independent of ring size and block numbers.
 
-    `swa` holds the W-1 window rows before `length`, layer-major, in position order, zeros where
-    the position would be negative; `drafter` in the same way the W rows of each drafter stage
+    `swa` holds the W-1 window rows before `length_tokens`, layer-major, in position order, zeros
+    where the position would be negative; `drafter` in the same way the W rows of each drafter stage
     (empty for layers "encoder"); `tails` of each pooling compressor the last r-1 inputs, 2r-1
     with overlap, in position order, zeros where no later entry reads them. Rows that the writer
     never had (below a floor) come out as they lay.
     """
 
-    length: int
+    length_tokens: int
     layers: Layers
     window_rows: int
     tail_dtype: str
@@ -179,23 +179,23 @@ class KvState:
             ring[slot, at, :, :half] = raw.view(torch.float32).view(target.shape)
             begin = end
 
-    def export_slot(self, slot: int, length: int, *, layers: Layers = "all") -> SlotState:
-        """Copy out what continuing at `length` needs besides blocks and token ids."""
-        tails = [self.tail(t)[slot, self._tail_rows(t, length)] for t in self.layout.tails]
+    def export_slot(self, slot: int, length_tokens: int, *, layers: Layers = "all") -> SlotState:
+        """Copy out what continuing at `length_tokens` needs besides blocks and token ids."""
+        tails = [self.tail(t)[slot, self._tail_rows(t, length_tokens)] for t in self.layout.tails]
         for t, part in zip(self.layout.tails, tails, strict=True):
-            part[: t.dead_tokens(length)] = 0
+            part[: t.dead_tokens(length_tokens)] = 0
         return SlotState(
-            length=length,
+            length_tokens=length_tokens,
             layers=layers,
             window_rows=self.layout.window_record_rows,
             tail_dtype=str(self.tail_dtype),
-            swa=self._read_rows(slot, length, self._swa_rows(layers)),
-            drafter=self._read_rows(slot, length, self._drafter_rows(layers)),
+            swa=self._read_rows(slot, length_tokens, self._swa_rows(layers)),
+            drafter=self._read_rows(slot, length_tokens, self._drafter_rows(layers)),
             tails=b"".join(part.cpu().numpy().tobytes() for part in tails),
         )
 
     def import_slot(self, slot: int, state: SlotState) -> None:
-        """Overwrite the slot's rows before `state.length`; other rows stay as they are.
+        """Overwrite the slot's rows before `state.length_tokens`; other rows stay as they are.
 
         Raises StateError when the bytes come from another window size or numerics class.
         """
@@ -213,12 +213,12 @@ class KvState:
         raw = self._tensor(state.tails, sum(counts) * size, "tail")
         windows = self._expect(state.swa, swa, "window")
         stages = self._expect(state.drafter, drafter, "drafter")
-        self._write_rows(slot, state.length, swa, windows)
-        self._write_rows(slot, state.length, drafter, stages)
+        self._write_rows(slot, state.length_tokens, swa, windows)
+        self._write_rows(slot, state.length_tokens, drafter, stages)
         begin = 0
         for t, count in zip(self.layout.tails, counts, strict=True):
             part = raw[begin : begin + count * size].clone().view(self.tail_dtype)
-            self.tail(t)[slot, self._tail_rows(t, state.length)] = part.view(-1, 2, t.width)
+            self.tail(t)[slot, self._tail_rows(t, state.length_tokens)] = part.view(-1, 2, t.width)
             begin += count * size
 
     def poison_slot(self, slot: int) -> None:
@@ -241,8 +241,8 @@ class KvState:
     def _encoder_rows(self) -> _Rings:
         return _Rings(0, self.layout.n_encoder_layers, self.layout.window_record_rows)
 
-    def _tail_rows(self, t: TailLayout, length: int) -> list[int]:
-        return [p % t.rows for p in range(length - t.history_tokens, length)]
+    def _tail_rows(self, t: TailLayout, length_tokens: int) -> list[int]:
+        return [p % t.rows for p in range(length_tokens - t.history_tokens, length_tokens)]
 
     def _carried(self, position: int) -> Iterator[tuple[torch.Tensor, list[int], int]]:
         """Of every overlapping compressor: its ring, the rows of the group before `position`, and

@@ -216,6 +216,8 @@ class Desk:
             self.late["vision_done"] += 1
 
     def on_failed(self, replica: Replica, message: JobFailed) -> None:
+        """A replica gave a job up. A request hears of it unless that attempt is over; what a
+        draining replica gives up costs the budget once, as its loss would."""
         ticket, attempt = self._attempt(message.key)
         if replica.role is Role.VISION:
             error = _picture_error(message)
@@ -239,6 +241,7 @@ class Desk:
         self.late["job_failed"] += not heard
 
     def on_lost(self, replica: Replica) -> None:
+        """A replica is gone: every request that it had is told."""
         lost = ReplicaLost(f"{replica.name} was lost")
         loss = self._leaving.pop(replica.key, None) or Loss(self._budget)
         suspicions = [ticket.suspicion for ticket in self._live.values()]

@@ -70,6 +70,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
+    """A replica by its key. `score` is what it won by, lower is better; `why` is for people."""
+
     key: str
     score: float
     reason: Reason

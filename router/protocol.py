@@ -36,6 +36,8 @@ _FINISH = {
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """What a client is told of its tokens; cached ones are among those of the prompt."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int

@@ -122,7 +122,7 @@ def stored(moved: Moved) -> tuple[object, ...]:
     """The bytes of a sequence that anybody may read. Tails are private float64."""
     found = unpack_state(moved[0])
     slot = found.slot
-    return moved[1], found.entries, slot.swa, slot.drafter, slot.length, found.anchor
+    return moved[1], found.entries, slot.swa, slot.drafter, slot.length_tokens, found.anchor
 
 
 @pytest.fixture(scope="module", params=["t1", "v4-toy"])
@@ -201,7 +201,7 @@ def test_a_sequence_goes_there_and_back(sides, subject, whole, first: int) -> No
         here.run(subject, text, cut)
         places.append(here.blocks_of(subject))
         moved = here.give(subject)
-        assert unpack_state(moved[0]).slot.length == N + cut - 1
+        assert unpack_state(moved[0]).slot.length_tokens == N + cut - 1
         assert len(moved[1]) == (N + cut - 1) // 128
         there.take(subject, moved, text)
     assert stored(moved) == stored(end)

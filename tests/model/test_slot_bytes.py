@@ -28,7 +28,7 @@ def test_a_state_comes_back_and_nothing_else_does(layout_and_states, length: int
     layout, one, two = layout_and_states
     data = pack_state(one, 0, length, 4000, 1)
     found = unpack_state(data)
-    assert (found.anchor, found.slot.length) == (4000, length)
+    assert (found.anchor, found.slot.length_tokens) == (4000, length)
     restore_state(two, 1, found, 0)
     assert pack_state(two, 1, length, 4000, 0) == data
     assert two.export_slot(1, length) == one.export_slot(0, length)
