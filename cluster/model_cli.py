@@ -91,9 +91,9 @@ def layout(
 ) -> None:
     """Bytes of a model's state and weights, layer by layer, and what fits into memory."""
     with _refusals():
-        from headrace.model import commands
+        from headrace.model import layout_command
 
-        commands.layout(config, memory, tp, backtrack, keep, as_json, png)
+        layout_command.layout(config, memory, tp, backtrack, keep, as_json, png)
 
 
 @app.command()

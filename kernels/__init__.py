@@ -7,9 +7,28 @@ references in the modules of this room; these are also the CPU path. Nothing her
 request, a block table or a layer: tensors in, tensors out.
 """
 
-from headrace.kernels.dispatch import OPERATIONS, Kernels, kernels_for
-from headrace.kernels.rope import frequencies, phases, yarn_frequencies
-from headrace.kernels.rope_rows import rope_row_scales
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from headrace.kernels.row_sizes import rope_row_scales
+
+if TYPE_CHECKING:
+    from headrace.kernels.dispatch import OPERATIONS, Kernels, kernels_for
+    from headrace.kernels.rope import frequencies, phases, yarn_frequencies
+else:
+    # Names whose modules need torch are imported at their first use: sizes are asked for without.
+    _HOMES = {
+        **dict.fromkeys(("OPERATIONS", "Kernels", "kernels_for"), "dispatch"),
+        **dict.fromkeys(("frequencies", "phases", "yarn_frequencies"), "rope"),
+    }
+
+    def __getattr__(name):
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals().setdefault(
+            name, getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        )
+
 
 __all__ = [
     "OPERATIONS",

@@ -11,15 +11,7 @@ from __future__ import annotations
 import torch
 
 from headrace.kernels.formats import decode_e4m3, e8m0_scale, e8m0_values, encode_e4m3, narrow
-
-ROPE_ROW_GROUP = 64
-_SCALES_ALIGNMENT = 8
-
-
-def rope_row_scales(plain: int) -> int:
-    """Scale bytes of a row with `plain` unrotated channels, the unused ones included."""
-    used = plain // ROPE_ROW_GROUP
-    return -(-used // _SCALES_ALIGNMENT) * _SCALES_ALIGNMENT
+from headrace.kernels.row_sizes import ROPE_ROW_GROUP, SCALES_ALIGNMENT, rope_row_scales
 
 
 def quantize_rope_rows(x: torch.Tensor, rope_dim: int) -> torch.Tensor:
@@ -47,10 +39,10 @@ def dequantize_rope_rows(rows: torch.Tensor, rope_dim: int, dtype: torch.dtype) 
 
 def _plain_channels(data_and_scales: int) -> int:
     """Inverse of plain + rope_row_scales(plain)."""
-    whole = _SCALES_ALIGNMENT * (ROPE_ROW_GROUP + 1)
+    whole = SCALES_ALIGNMENT * (ROPE_ROW_GROUP + 1)
     rows, rest = divmod(data_and_scales, whole)
-    tail = rest - _SCALES_ALIGNMENT if rest else 0
-    return rows * _SCALES_ALIGNMENT * ROPE_ROW_GROUP + tail
+    tail = rest - SCALES_ALIGNMENT if rest else 0
+    return rows * SCALES_ALIGNMENT * ROPE_ROW_GROUP + tail
 
 
 def pack_float_rows(x: torch.Tensor) -> torch.Tensor:

@@ -7,16 +7,12 @@ error, and raises `ConfigError` or `CheckpointError` for what it refuses, before
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 from tokenizers import Tokenizer
 
@@ -28,7 +24,6 @@ from headrace.model.checkpoint import (
     Quantisation,
     ReleaseConfig,
     Selection,
-    read_config,
     released_quantisation,
     tensor_table,
     tensors_digest,
@@ -39,18 +34,13 @@ from headrace.model.checkpoint import convert as convert_checkpoint
 from headrace.model.checkpoint.holdings import shown
 from headrace.model.checkpoint.load import TOKENIZER_NAME
 from headrace.model.checkpoint.progress import progress_bar
-from headrace.model.checkpoint.shards import CONFIG_NAME, read_json
 from headrace.model.checkpoint.synthetic import stored_bytes
 from headrace.model.checkpoint.writer import DIGEST_KEY, companions_of
-from headrace.model.config import ModelConfig, package_models
+from headrace.model.config import ModelConfig
 from headrace.model.errors import ConfigError
+from headrace.model.layout_command import is_there, parse_bytes, print_json, release_of, show_table
 from headrace.model.named import package_tokenizer
-from headrace.model.report import layout_report
-from headrace.model.report_picture import draw_png
-from headrace.model.report_views import as_json, show_bytes, tables
-
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(|B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)")
-_POWERS = {"": 0, "B": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+from headrace.model.report_views import show_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,39 +69,6 @@ class Form:
         side = released_quantisation(config).weight_block[0] if self.block is None else self.block
         stored = None if self.bf16 else Quantisation((side, side), self.experts)
         return ReleaseConfig(config, stored)
-
-
-def parse_bytes(text: str, option: str) -> int:
-    """`141GB`, `80GiB`, `5000`: kB is 1,000 and KiB is 1,024. Raises ConfigError."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{option}: found {text!r:.60}, wanted a size such as 141GB or 80GiB")
-    number, unit = match[1], match[2]
-    base = 1024 if "i" in unit else 1000
-    return int(float(number) * base ** _POWERS[unit[:1]])
-
-
-def layout(
-    name: str, memory: str, tp: int, backtrack: int, keep: int | None, json_: bool, png: Path | None
-) -> None:
-    """Bytes of a model's state and weights, and what fits."""
-    release = _release(name)
-    report = layout_report(
-        release.model,
-        parse_bytes(memory, "--memory") if memory else None,
-        tp,
-        backtrack,
-        keep,
-        quantisation=release.quantisation,
-    )
-    if png is not None:
-        _check_picture(png)
-        draw_png(report, png)
-    if json_:
-        _print_json(as_json(report))
-    else:
-        for table in tables(report, _has_room):
-            _show(table)
 
 
 def inspect(folder: Path, values: bool, verify: bool, json_: bool) -> None:
@@ -158,7 +115,7 @@ def random(
     """Write a checkpoint of random weights."""
     if not 0 <= seed <= MAX_SEED:
         raise ConfigError(f"--seed: found {seed}, wanted in 0..{MAX_SEED}")
-    parts, model = form.selection(), _release(name).model
+    parts, model = form.selection(), release_of(name).model
     release, companions = form.release(model), _tokenizer(tokenizer, model.vocab_size)
     shard_bytes = form.shard_bytes()
     _check_target(target, stored_bytes(release, parts))
@@ -179,29 +136,8 @@ def random(
 # ---- what the arguments mean ---------------------------------------------------------------
 
 
-def _release(name: str) -> ReleaseConfig:
-    """A package model (quantised as released), a configuration file or a checkpoint's."""
-    if name in package_models():
-        config = ModelConfig.load(name)
-        return ReleaseConfig(config, released_quantisation(config))
-    path = Path(name)
-    if not name or not (name.endswith(".json") or "/" in name or _is_there(path)):
-        known = ", ".join(package_models())
-        raise ConfigError(
-            f"CONFIG: found {name!r:.80}, wanted one of {known}, a config.json or a checkpoint"
-        )
-    return read_config(read_json(path / CONFIG_NAME if path.is_dir() else path))
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
-
-
 def _folder(path: Path) -> Path:
-    if not _is_there(path) or not path.is_dir():
+    if not is_there(path) or not path.is_dir():
         raise ConfigError(f"{str(path)[-200:]}: found no folder, wanted that of a checkpoint")
     return path
 
@@ -213,7 +149,7 @@ def _tokenizer(path: Path | None, vocab_size: int) -> dict[str, bytes]:
             return {TOKENIZER_NAME: package_tokenizer(vocab_size).to_str().encode()}
         except ConfigError:  # none of that size: the checkpoint goes without
             return {}
-    if not _is_there(path) or not path.is_file():
+    if not is_there(path) or not path.is_file():
         raise ConfigError(f"--tokenizer: {str(path)[-200:]} is no file, wanted a tokenizer.json")
     raw = path.read_bytes()
     try:
@@ -250,39 +186,7 @@ def _check_target(folder: Path, n_bytes: int) -> None:
         )
 
 
-def _check_picture(path: Path) -> None:
-    if path.suffix != ".png":
-        raise ConfigError(f"--png: found {str(path)[-200:]}, wanted a file name that ends in .png")
-    if not _is_there(path.absolute().parent) or path.is_dir():
-        raise ConfigError(f"--png: {str(path)[-200:]} cannot be written: wanted a file in a folder")
-
-
 # ---- what is printed -----------------------------------------------------------------------
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, indent=2))
-
-
-def _has_room(table: Table) -> bool:
-    """Whether a table fits into the window with every figure whole; programs have room for any."""
-    console = Console()
-    return not console.is_terminal or _widths(console, table).minimum <= console.width
-
-
-def _widths(console: Console, table: Table) -> Measurement:
-    return console.measure(table, options=console.options.update(width=10_000))
-
-
-def _show(table: Table) -> None:
-    """A table with every figure whole. In a window its notes fold, and what is wider all the same
-    wraps there; programs get it as it is."""
-    console = Console(highlight=False)
-    if console.is_terminal and _has_room(table):
-        console.print(table)
-        return
-    wide = _widths(console, table).maximum
-    Console(highlight=False, width=max(wide, 40)).print(table, soft_wrap=True)
 
 
 def _facts(checkpoint: Checkpoint, digest: str | None) -> dict[str, Any]:
@@ -316,7 +220,7 @@ def _facts(checkpoint: Checkpoint, digest: str | None) -> dict[str, Any]:
 
 def _print_facts(folder: Path, facts: dict[str, Any], json_: bool) -> None:
     if json_:
-        _print_json(facts)
+        print_json(facts)
         return
     block, experts = facts["weight_block"], facts["expert_dtype"]
     kind = "BF16" if block is None else f"FP8 {block[0]}x{block[1]}, experts {experts.upper()}"
@@ -328,7 +232,7 @@ def _print_facts(folder: Path, facts: dict[str, Any], json_: bool) -> None:
         table.add_row(part.replace("_", " "), *(f"{value:,}" for value in total.values()))
     table.add_section()
     table.add_row("all", *(f"{facts[key]:,}" for key in ("tensors", "parameters", "bytes")))
-    _show(table)
+    show_table(table)
     lacking = {Part(part) for part in facts["parts_lacking"]}
     complete = [s for s in Selection if not s.parts & lacking and facts["selections"][s.value]]
     loads = ", ".join(f"{s.value} {show_bytes(facts['selections'][s.value])}" for s in complete)

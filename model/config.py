@@ -168,8 +168,8 @@ class ModelConfig:
         A value that ends in `.json` or contains a path separator is a file; a checkpoint's folder,
         of the package (`demo`) or by its path, gives its config.json.
         """
+        from headrace.model.checkpoint.json_files import read_json
         from headrace.model.checkpoint.release import read_config  # they read this class
-        from headrace.model.checkpoint.shards import read_json
 
         text = str(name_or_path)
         if (checkpoint := checkpoint_folder(text)) is not None:

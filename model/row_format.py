@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-import torch
+from headrace.kernels import rope_row_scales
 
-from headrace.kernels import Kernels, rope_row_scales
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.kernels import Kernels
 
 _E4M3_NAN = 0x7F  # without the sign: the one code that is no number
 _BF16_INFINITE = 0x7F80
@@ -86,6 +90,8 @@ class RowFormat:
     def has_nan(self, rows: torch.Tensor) -> bool:
         """Whether any of these rows, uint8 [..., row_bytes], holds a NaN. A NaN stays visible: in
         an e4m3 scale of NVFP4, in its own channel otherwise."""
+        import torch  # not above: a layout is arithmetic, and asked for without it
+
         if self.kind is RowKind.FLOAT32:
             return bool(rows.contiguous().view(torch.float32).isnan().any())
         if self.kind is RowKind.NVFP4:

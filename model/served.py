@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 from headrace.core.deployment import Deployment
 from headrace.model.checkpoint.errors import CheckpointError
 from headrace.model.checkpoint.holdings import check_holds
+from headrace.model.checkpoint.json_files import CONFIG_NAME, read_json
 from headrace.model.checkpoint.load import TOKENIZER_NAME, load_trunk, load_vision, weights_id
 from headrace.model.checkpoint.names import Selection
 from headrace.model.checkpoint.progress import logged_progress
 from headrace.model.checkpoint.reader import Checkpoint
 from headrace.model.checkpoint.release import read_config
-from headrace.model.checkpoint.shards import CONFIG_NAME, read_json
 from headrace.model.config import ModelConfig, checkpoint_folder, package_models
 from headrace.model.engram_store import Placement
 from headrace.model.errors import ConfigError

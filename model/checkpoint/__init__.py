@@ -9,27 +9,35 @@ complete or not at all. `load_trunk` leads from a folder to a running model, `we
 name in the store.
 """
 
-from headrace.model.checkpoint.encoding import Encoding, Kind, StoredSpec, quantise, widen
-from headrace.model.checkpoint.errors import CheckpointError
-from headrace.model.checkpoint.load import load_trunk, load_vision, weights_id
-from headrace.model.checkpoint.names import PartTotal, Selection, tensor_table, totals_by_part
-from headrace.model.checkpoint.parts import Part, TensorEntry
-from headrace.model.checkpoint.reader import (
-    Checkpoint,
-    OnProgress,
-    Progress,
-    StoredWeight,
-    tensors_digest,
-)
-from headrace.model.checkpoint.release import (
-    Quantisation,
-    ReleaseConfig,
-    config_document,
-    read_config,
-    released_quantisation,
-)
-from headrace.model.checkpoint.synthetic import write_random
-from headrace.model.checkpoint.writer import convert, copy, write_values
+from typing import TYPE_CHECKING
+
+from headrace.core.doors import names_of
+
+if TYPE_CHECKING:
+    from headrace.model.checkpoint.encoding import quantise, widen
+    from headrace.model.checkpoint.errors import CheckpointError
+    from headrace.model.checkpoint.load import load_trunk, load_vision, weights_id
+    from headrace.model.checkpoint.names import PartTotal, Selection, tensor_table, totals_by_part
+    from headrace.model.checkpoint.parts import Part, TensorEntry
+    from headrace.model.checkpoint.reader import (
+        Checkpoint,
+        OnProgress,
+        Progress,
+        StoredWeight,
+        tensors_digest,
+    )
+    from headrace.model.checkpoint.release import (
+        Quantisation,
+        ReleaseConfig,
+        config_document,
+        read_config,
+        released_quantisation,
+    )
+    from headrace.model.checkpoint.stored import Encoding, Kind, StoredSpec
+    from headrace.model.checkpoint.synthetic import write_random
+    from headrace.model.checkpoint.writer import convert, copy, write_values
+else:
+    __getattr__ = names_of(__name__, __file__)
 
 __all__ = [
     "Checkpoint",

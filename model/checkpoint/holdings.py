@@ -7,10 +7,11 @@ from pathlib import Path
 
 from headrace.model.checkpoint.errors import CheckpointError
 from headrace.model.checkpoint.index import present_entries, read_index
+from headrace.model.checkpoint.json_files import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, read_json
 from headrace.model.checkpoint.names import Selection, select, tensor_table, unread_prefixes
 from headrace.model.checkpoint.parts import Part
 from headrace.model.checkpoint.release import read_config
-from headrace.model.checkpoint.shards import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, Meter, read_json
+from headrace.model.checkpoint.shards import Meter
 
 
 def check_holds(folder: Path, selection: Selection) -> None:

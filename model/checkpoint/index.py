@@ -6,17 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.model.checkpoint.encoding import StoredSpec
 from headrace.model.checkpoint.errors import CheckpointError
+from headrace.model.checkpoint.json_files import INDEX_NAME, SINGLE_NAME, read_json
 from headrace.model.checkpoint.parts import Part, TensorEntry
-from headrace.model.checkpoint.shards import (
-    INDEX_NAME,
-    SINGLE_NAME,
-    Meter,
-    Shard,
-    TensorPlace,
-    read_json,
-)
+from headrace.model.checkpoint.shards import Meter, Shard, TensorPlace
+from headrace.model.checkpoint.stored import StoredSpec
 
 PREFIX = "model."
 

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from headrace.model.checkpoint.errors import CheckpointError
 from headrace.model.checkpoint.index import read_index
+from headrace.model.checkpoint.json_files import CONFIG_NAME, read_json
 from headrace.model.checkpoint.names import Selection
 from headrace.model.checkpoint.packed import PackedTensors
 from headrace.model.checkpoint.parts import Part, TensorEntry
 from headrace.model.checkpoint.reader import Checkpoint, OnProgress, tensors_digest
 from headrace.model.checkpoint.release import read_config
-from headrace.model.checkpoint.shards import CONFIG_NAME, Meter, read_json
+from headrace.model.checkpoint.shards import Meter
 from headrace.model.checkpoint.writer import DIGEST_KEY
 from headrace.model.engram_store import EngramTable, Placement, StoredRows, table_of
 from headrace.model.numerics import Numerics, Precision

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from headrace.model.checkpoint.encoding import Encoding, StoredSpec
 from headrace.model.checkpoint.names_v4 import UNREAD_PREFIXES, v4_entries
 from headrace.model.checkpoint.names_v41 import v41_entries
 from headrace.model.checkpoint.parts import Part, TensorEntry
 from headrace.model.checkpoint.release import Quantisation
+from headrace.model.checkpoint.stored import Encoding, StoredSpec
 from headrace.model.config import ModelConfig
 from headrace.model.config_file import Family
 from headrace.model.errors import ConfigError

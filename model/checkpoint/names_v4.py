@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.model.checkpoint.encoding import BF16, F32, I64
 from headrace.model.checkpoint.names_v41 import (
     Formats,
     attention_entries,
@@ -18,6 +17,7 @@ from headrace.model.checkpoint.names_v41 import (
 )
 from headrace.model.checkpoint.parts import Part, TensorEntry
 from headrace.model.checkpoint.release import Quantisation
+from headrace.model.checkpoint.stored import BF16, F32, I64
 from headrace.model.config import LayerKind, LayerSpec, ModelConfig
 
 UNREAD_PREFIXES = ("mtp.",)

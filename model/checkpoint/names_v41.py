@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headrace.model.checkpoint.encoding import BF16, F32, FP8_ROWS, MXFP4, Encoding, Kind
 from headrace.model.checkpoint.parts import Part, TensorEntry
 from headrace.model.checkpoint.release import Quantisation
+from headrace.model.checkpoint.stored import BF16, F32, FP8_ROWS, MXFP4, Encoding, Kind
 from headrace.model.config import LayerKind, LayerSpec, ModelConfig
 
 

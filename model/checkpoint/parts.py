@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from headrace.model.checkpoint.encoding import Encoding, StoredSpec
+from headrace.model.checkpoint.stored import Encoding, StoredSpec
 
 
 class Part(StrEnum):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.model.checkpoint.encoding import Kind, StoredSpec, widen
+from headrace.model.checkpoint.encoding import widen
 from headrace.model.checkpoint.index import (
     Index,
     check_shard,
@@ -23,11 +23,13 @@ from headrace.model.checkpoint.index import (
     read_index,
     require,
 )
+from headrace.model.checkpoint.json_files import CONFIG_NAME, read_json
 from headrace.model.checkpoint.names import Selection, select, tensor_table, unread_prefixes
 from headrace.model.checkpoint.parts import TensorEntry
 from headrace.model.checkpoint.release import ReleaseConfig, read_config
 from headrace.model.checkpoint.remarks import check_architectures, say_odd_sizes
-from headrace.model.checkpoint.shards import CONFIG_NAME, Meter, Shard, TensorPlace, read_json
+from headrace.model.checkpoint.shards import Meter, Shard, TensorPlace
+from headrace.model.checkpoint.stored import Kind, StoredSpec
 
 STAGE_BYTES = 4 << 20  # stored bytes in hand while a tensor is decoded or copied
 

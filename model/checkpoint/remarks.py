@@ -11,7 +11,8 @@ from pathlib import Path
 
 from headrace.model.checkpoint.errors import CheckpointError
 from headrace.model.checkpoint.index import Index
-from headrace.model.checkpoint.shards import INDEX_NAME, Shard
+from headrace.model.checkpoint.json_files import INDEX_NAME
+from headrace.model.checkpoint.shards import Shard
 from headrace.model.config import ModelConfig
 
 log = logging.getLogger(__name__)

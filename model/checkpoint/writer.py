@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from headrace.model.checkpoint.encoding import StoredSpec, quantise
+from headrace.model.checkpoint.encoding import quantise
 from headrace.model.checkpoint.errors import CheckpointError
 from headrace.model.checkpoint.index import PREFIX
+from headrace.model.checkpoint.json_files import CONFIG_NAME, INDEX_NAME
 from headrace.model.checkpoint.names import Selection, select, tensor_table, unread_prefixes
 from headrace.model.checkpoint.parts import TensorEntry
 from headrace.model.checkpoint.reader import (
@@ -23,7 +24,8 @@ from headrace.model.checkpoint.reader import (
     combine_digests,
 )
 from headrace.model.checkpoint.release import ReleaseConfig, config_document
-from headrace.model.checkpoint.shards import CONFIG_NAME, INDEX_NAME, header_bytes
+from headrace.model.checkpoint.shards import header_bytes
+from headrace.model.checkpoint.stored import StoredSpec
 from headrace.model.errors import ConfigError
 
 DEFAULT_SHARD_BYTES = 10 << 30

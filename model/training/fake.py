@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.model.checkpoint.encoding import Encoding, Kind
+from headrace.model.checkpoint.stored import Encoding, Kind
 
 _E4M3_MAX = 448.0
 # The checkpoint writer's rule: the largest magnitudes that still round to the largest code.

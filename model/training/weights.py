@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.model.checkpoint import Checkpoint, Selection
-from headrace.model.checkpoint.encoding import Encoding
+from headrace.model.checkpoint.json_files import CONFIG_NAME
 from headrace.model.checkpoint.names import tensor_table
 from headrace.model.checkpoint.release import Quantisation
-from headrace.model.checkpoint.shards import CONFIG_NAME
+from headrace.model.checkpoint.stored import Encoding
 from headrace.model.config import ModelConfig
 from headrace.model.errors import ConfigError
 from headrace.model.training import fake

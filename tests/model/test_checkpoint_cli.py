@@ -25,8 +25,8 @@ from headrace.model.checkpoint import (
     Selection,
     load_trunk,
 )
-from headrace.model.commands import parse_bytes
 from headrace.model.errors import ConfigError
+from headrace.model.layout_command import parse_bytes
 
 
 def run(*args: object, code: int = 0) -> tuple[str, str]:
@@ -264,6 +264,40 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "loaded []"
     assert "Usage: headrace" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["layout", "flash", "--memory", "141GB"],
+        ["layout", "v4-flash", "--json"],
+        ["layout", str(resources.files("headrace.configs") / "models" / "demo")],
+        ["store", "--help"],
+        ["store", "stat"],
+        ["status"],
+        ["version"],
+    ],
+    ids=" ".join,
+)
+def test_what_needs_no_torch_does_not_import_it(words: list[str], tmp_path: Path) -> None:
+    """`store stat` and `status` find no cluster here and say so."""
+    code = (
+        "import sys\nfrom headrace.cluster.cli import main\n"
+        f"sys.argv = ['headrace', *{words!r}]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    print(end.code or 0)\n"
+        "print('loaded', sorted({'torch', 'ray', 'tokenizers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"HEADRACE_HOME": str(tmp_path)},
+    )
+    code_, loaded = done.stdout.splitlines()[-2:]
+    assert loaded == "loaded []"
+    assert code_ == {"stat": "2", "status": "1"}.get(words[-1], "0")
+    assert words[:2] != ["layout", "flash"] or "113,920" in done.stdout
 
 
 def test_a_disk_that_is_too_full_is_seen_before_any_work(

@@ -17,7 +17,8 @@ from headrace.kernels.balance import balance
 from headrace.kernels.mhc import sinkhorn
 from headrace.model import ConfigError, ModelConfig, package_tokenizer
 from headrace.model.checkpoint import Selection, read_config, write_values
-from headrace.model.checkpoint.encoding import FP8_ROWS, MXFP4, Encoding, Kind, quantise, widen
+from headrace.model.checkpoint.encoding import quantise, widen
+from headrace.model.checkpoint.stored import FP8_ROWS, MXFP4, Encoding, Kind
 from headrace.model.config import checkpoint_folder
 from headrace.model.training import fake, recall, scenes, talk
 from headrace.model.training.chat import Turn, conversation, prompt_text
