@@ -104,6 +104,7 @@ async def test_an_announcement_twice_of_an_older_epoch_and_of_what_expired(
     peer = await liar(service)
     again = cluster.request(ids, epoch=5)
     call = await cluster.router.send(again, cluster.to_decode[0], prefill_name="prefill-8")
+    await until(lambda: again.key in decode.work.jobs)  # before it, none would be known as late
     older = JobKey(again.request_id, 4)
     ready = BlocksReady(again.key, 0, again.digests, places)
     counted = late(decode)
