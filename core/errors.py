@@ -8,11 +8,15 @@ from __future__ import annotations
 
 
 class HeadraceError(Exception):
-    """Base of all expected errors. Subclasses fix `status`, `type` and a default `code`."""
+    """Base of all expected errors. Subclasses fix `status`, `type` and a default `code`.
+
+    `may_go_elsewhere`: the fault is the replica's or the moment's, not the request's, so another
+    attempt may go well. A role says so of a job that it gives up (`JobFailed.retryable`)."""
 
     status: int = 500
     type: str = "internal_error"
     code: str = "internal_error"
+    may_go_elsewhere: bool = False
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -91,6 +95,7 @@ class Overloaded(HeadraceError):
     status = 429
     type = "overloaded_error"
     code = "overloaded"
+    may_go_elsewhere = True
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -125,6 +130,7 @@ class ReplicaLost(HeadraceError):
     status = 502
     type = "replica_error"
     code = "replica_lost"
+    may_go_elsewhere = True
 
 
 class PicturesMissing(HeadraceError):
@@ -134,6 +140,7 @@ class PicturesMissing(HeadraceError):
     status = 503
     type = "unavailable_error"
     code = "pictures_missing"
+    may_go_elsewhere = True
 
 
 class StateDamaged(HeadraceError):

@@ -47,6 +47,7 @@ class InjectedFault(HeadraceError):
     """Raised by an armed point whose action is `raise`."""
 
     code = "injected_fault"
+    may_go_elsewhere = True
 
 
 @dataclass(slots=True)

@@ -20,7 +20,6 @@ from headrace.core.errors import (
     DeadlineExceeded,
     HeadraceError,
     Overloaded,
-    PicturesMissing,
     ReplicaLost,
     Unavailable,
     from_code,
@@ -40,6 +39,7 @@ from headrace.core.messages import (
 from headrace.core.peers import Peer
 from headrace.core.rows import StartKind
 from headrace.core.states import Over
+from headrace.core.tasks import end_tasks
 from headrace.decode.commit import Committer
 from headrace.decode.handoff import (
     TERMINAL,
@@ -67,7 +67,6 @@ from headrace.kvstore import ClassStores, Kind
 log = logging.getLogger(__name__)
 
 FLUSH_S = 2.0  # at stop, for what is queued for the store
-_RETRYABLE = (ReplicaLost, Overloaded, PicturesMissing, faults.InjectedFault)
 
 
 class Decoder:
@@ -128,7 +127,7 @@ class Decoder:
         if problem is not None:
             self._attempts.close(key)
             self.early.take(key)
-            may_retry = isinstance(problem, _RETRYABLE)
+            may_retry = problem.may_go_elsewhere
             router.post(JobFailed(key, problem.code, problem.message, may_retry))
             return
         self.counts.jobs += 1
@@ -326,7 +325,7 @@ class Decoder:
             return
         if error is not None:
             if retryable is None:
-                retryable = isinstance(error, _RETRYABLE)
+                retryable = error.may_go_elsewhere
             job.router.post(JobFailed(job.key, error.code, error.message, retryable))
         self._close_later(job, keep_windows=streaming and event is DecodeEvent.CANCEL)
 
@@ -347,11 +346,7 @@ class Decoder:
         fills are closed by the release."""
         if job.deadline is not None:
             job.deadline.cancel()
-        while busy := [task for task in (job.leaving, job.task) if task and not task.done()]:
-            # Again, because a cancellation can be lost on the way (seen: wait_for of Python 3.11).
-            for task in busy:
-                task.cancel()
-            await asyncio.wait(busy, timeout=0.05)
+        await end_tasks(lambda: (job.leaving, job.task))
         with contextlib.suppress(Unavailable):  # an engine that ended holds nothing
             await self._driver.call(self._engine.release, job.key)
         self._line.news()

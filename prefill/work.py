@@ -22,7 +22,6 @@ from headrace.core.errors import (
     DeadlineExceeded,
     HeadraceError,
     Overloaded,
-    PicturesMissing,
     ReplicaLost,
     Unavailable,
 )
@@ -32,6 +31,7 @@ from headrace.core.messages import BindDecode, JobFailed, PrefillDone, PrefillJo
 from headrace.core.peers import Peer
 from headrace.core.rows import GRAIN, RowPlan
 from headrace.core.states import Over
+from headrace.core.tasks import end_tasks
 from headrace.engine import (
     Admission,
     BlockDone,
@@ -55,8 +55,6 @@ from headrace.prefill.tell import Teller
 from headrace.prefill.underway import Underway, block_to_await, wait_bound_s
 
 log = logging.getLogger(__name__)
-
-_RETRYABLE = (ReplicaLost, Overloaded, PicturesMissing, faults.InjectedFault)
 
 
 class Prefiller:
@@ -337,7 +335,7 @@ class Prefiller:
             return
         self._attempts.close(job.key)
         if error is not None:
-            retryable = isinstance(error, _RETRYABLE)
+            retryable = error.may_go_elsewhere
             failed = JobFailed(job.key, error.code, error.message, retryable)
             job.router.post(failed)
             peer, key = job.binding.peer, job.binding.decode_key
@@ -355,11 +353,7 @@ class Prefiller:
 
     async def _close(self, job: Job) -> None:
         """Give back what the job holds. What is sealed stays in the store, for whoever finds it."""
-        assert job.task is not None
-        while not job.task.done():
-            # Again, because a cancellation can be lost on the way (seen: wait_for of Python 3.11).
-            job.task.cancel()
-            await asyncio.wait([job.task], timeout=0.05)
+        await end_tasks(lambda: (job.task,))
         self.underway.ended(job.key)  # once more: the task may have claimed on its last steps
         await self._give_room(job)
         await self._stores.release(job.key)
