@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FILE = re.compile(r"`([a-z][\w.-]*(?:/[\w.-]+)+\.\w+|[a-z]\w*\.py)`")
 
 
 def missing_links(document: Path) -> list[str]:
@@ -29,6 +30,26 @@ def test_missing_link_is_found(tmp_path: Path) -> None:
         "[a](there.md#part) [b](gone.md) [c](https://x.example/d)\n```\n[d](e)\n```\n"
     )
     assert missing_links(document) == ["gone.md"]
+
+
+def missing_files(text: str, tracked: list[Path]) -> list[str]:
+    """Returns the Python files and the paths in backticks that no tracked file ends with."""
+    named = FILE.findall(text)
+    known = [f"/{path}" for path in tracked]
+    return [name for name in named if not any(path.endswith(f"/{name}") for path in known)]
+
+
+def test_files_that_the_prose_names_exist(root: Path, tracked: list[Path]) -> None:
+    """LOG.md tells of its day; what it names may be gone."""
+    documents = [path for path in tracked if path.suffix == ".md" and path.name != "LOG.md"]
+    found = {str(p): missing_files((root / p).read_text("utf-8"), tracked) for p in documents}
+    assert {path: names for path, names in found.items() if names} == {}
+    assert sum(len(FILE.findall((root / p).read_text("utf-8"))) for p in documents) > 50
+
+
+def test_a_missing_file_is_found() -> None:
+    text = "`core/a.py` and `a.py`, `b.py` (`core/c.yaml`, `pins.json`, `_more.py`)"
+    assert missing_files(text, [Path("core/a.py")]) == ["b.py", "core/c.yaml"]
 
 
 def test_make_help_names_every_target(root: Path) -> None:
