@@ -50,14 +50,14 @@ class StateTable(Generic[S, E]):
         self.name = name
         self.transitions = dict(transitions)
         self.ignored = ignored
+        self._steps = {pair: Step(target, ignored=False) for pair, target in transitions.items()}
+        self._steps |= {pair: Step(pair[0], ignored=True) for pair in ignored}
 
     def step(self, state: S, event: E, who: object = "") -> Step[S]:
         """The answer to `event` in `state`. Raises `IllegalTransition` naming all three."""
-        target = self.transitions.get((state, event))
-        if target is not None:
-            return Step(target, ignored=False)
-        if (state, event) in self.ignored:
-            return Step(state, ignored=True)
+        step = self._steps.get((state, event))
+        if step is not None:
+            return step
         raise IllegalTransition(f"{self.name} {who}: event {event} is impossible in state {state}")
 
     def move(self, what: Stateful[S], event: E, who: object = "") -> bool:
@@ -153,6 +153,8 @@ class Visibility(StrEnum):
     DURABLE = "durable"  # after the group sync of its segment
     DROPPED = "dropped"
 
+    __hash__ = str.__hash__  # an Enum's own is a call of Python, and each block asks a dozen times
+
 
 class VisibilityEvent(StrEnum):
     SEAL = "seal"
@@ -160,6 +162,8 @@ class VisibilityEvent(StrEnum):
     SYNC = "sync"
     UNLIST = "unlist"  # Redis lost it; the bytes are still there
     DROP = "drop"
+
+    __hash__ = str.__hash__
 
 
 _V, _W = Visibility, VisibilityEvent

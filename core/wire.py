@@ -29,7 +29,7 @@ MAX_ITEMS = 1 << 20
 
 def pack_record(record: Any) -> list[Any]:
     """A dataclass as a plain array, recursively."""
-    return [_plain(getattr(record, field.name)) for field in fields(record)]
+    return [_plain(getattr(record, name)) for name in _names(type(record))]  # type: ignore[arg-type]  # as below
 
 
 def unpack_record(cls: type[T], values: object) -> T:
@@ -89,7 +89,12 @@ class MessageTable:
         return self._by_type.keys()
 
 
+_AS_THEY_ARE = frozenset((bool, int, float, str, bytes, types.NoneType))
+
+
 def _plain(value: Any) -> Any:
+    if type(value) in _AS_THEY_ARE:
+        return value
     if isinstance(value, array):
         return value.tobytes()
     if isinstance(value, tuple):
@@ -99,6 +104,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, StrEnum):
         return value.value
     return value
+
+
+@cache
+def _names(cls: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))
 
 
 @cache

@@ -97,6 +97,7 @@ class Arena:
         if os.fstat(descriptor).st_size < size:
             raise ConfigError(f"an arena of {size} bytes was announced, the descriptor is shorter")
         self.regions = regions
+        self._spans = tuple((region.start, region.end, region) for region in regions)
         # Populated at once: a first touch of each 4 KiB by a copy costs more than the copy.
         self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._bytes = memoryview(self._map)
@@ -106,9 +107,9 @@ class Arena:
 
     def locate(self, offset: int) -> tuple[Region, int] | None:
         """The slot that begins at `offset`, if one does."""
-        for region in self.regions:
-            if region.start <= offset < region.end:
-                slot, rest = divmod(offset - region.start, region.slot_bytes)
+        for start, end, region in self._spans:
+            if start <= offset < end:
+                slot, rest = divmod(offset - start, region.slot_bytes)
                 return None if rest else (region, slot)
         return None
 
@@ -130,9 +131,6 @@ class Arena:
         end = region.offset(slot) + region.slot_bytes
         return self._bytes[end - HEADER_BYTES : end]
 
-    def write_header(self, region: Region, slot: int, header: SlotHeader) -> None:
-        self.header(region, slot)[:] = header.pack()
-
     def blank_header(self, region: Region, slot: int) -> None:
         """From here on no reader believes what lies in this slot."""
         self.header(region, slot)[:] = _BLANK
@@ -142,12 +140,12 @@ class Arena:
 
         Compared before and after the copy: the whole header, its generation, length, digest and
         namespace; then the checksum of what was copied. Unless GOOD, `dest` holds garbage."""
-        found = self.locate(place.offset)
-        length = place.payload_bytes
+        offset, length = place.offset, place.payload_bytes
+        found = self.locate(offset)
         if found is None or not 0 < length <= found[0].payload_bytes:
             return Reading.STALE
         region, slot = found
-        end = place.offset + region.slot_bytes
+        end = offset + region.slot_bytes
         view = self._bytes[end - HEADER_BYTES : end]
         before = view.tobytes()
         if not _is(before, region, slot, place, namespace, digest):
@@ -155,18 +153,27 @@ class Arena:
             return Reading.STALE if sound else Reading.DAMAGED
         if not header_is_whole(before):
             return Reading.DAMAGED
-        source = self._bytes[place.offset : place.offset + length]
-        if dest is None:
-            total = checksum(source)
-        else:
-            target = memoryview(dest).cast("B")[:length]
-            if len(target) < length:
-                raise ValueError(f"the destination holds {len(target)} bytes, {length} are needed")
-            target[:] = source
-            total = checksum(target)
+        target = self._bytes[offset : offset + length]
+        if dest is not None:
+            target = _copied(target, dest)
+        total = checksum(target)  # of the copy: what lies in the slot may change meanwhile
         if view.tobytes() != before:
             return Reading.STALE
         return Reading.GOOD if total == place.checksum else Reading.DAMAGED
+
+
+def _copied(source: memoryview, dest: Buffer) -> memoryview:
+    """Where `source` lies in `dest` now. Raises `ValueError` for too short a destination."""
+    length = len(source)
+    target = memoryview(dest)
+    if target.format != "B" or target.ndim != 1:
+        target = target.cast("B")
+    if len(target) != length:
+        target = target[:length]
+        if len(target) < length:
+            raise ValueError(f"the destination holds {len(target)} bytes, {length} are needed")
+    target[:] = source
+    return target
 
 
 def _is(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from headrace.core.ids import Digest
 from headrace.kvstore.layout import NO_DIGEST
 from headrace.kvstore.objects import Entry
+from headrace.kvstore.settings import Kind
 
 
 class Kin:
@@ -37,6 +38,13 @@ class Kin:
             known.discard(entry)
             if not known:
                 del self._by_parent[parent]
+
+    def has_child(self, entry: Entry, kind: Kind) -> bool:
+        """Whether an object of this kind hangs directly on an object."""
+        known = self._by_parent.get(entry.facts.digest)
+        if known is None or (isinstance(known, Entry) and known.facts.kind is not kind):
+            return False  # the last of a chain, or a block before another
+        return any(child.facts.kind is kind for child in self.children(entry))
 
     def children(self, entry: Entry) -> Iterator[Entry]:
         """What hangs directly on an object. The table must not change meanwhile."""

@@ -18,7 +18,9 @@ from headrace.kvstore.slot_io import SlotMove
 from headrace.kvstore.state import StoreState
 
 log = logging.getLogger(__name__)
-_JOB_BYTES = 512 << 10  # read in one go of an I/O thread; several are under way
+# Read in one go of an I/O thread, several under way: one call of so much keeps a disk busy, and a
+# change between a thread and the loop costs as much as ten blocks.
+_JOB_BYTES = 2 << 20
 
 
 class Loader:

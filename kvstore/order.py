@@ -24,6 +24,7 @@ T = TypeVar("T", bound=Hashable)
 class _Standing:
     group: int
     proven: bool
+    waits: bool = False  # stands in the queue of its group and standing
     turn: int = 0  # counts uses: orders queues among each other
     used_at_s: float = 0.0
 
@@ -54,7 +55,7 @@ class LeaveOrder(Generic[T]):
     def __contains__(self, item: object) -> bool:
         """Whether it is resident and may leave."""
         standing = self._standing.get(item)  # type: ignore[arg-type]
-        return standing is not None and item in self._queue(standing)
+        return standing is not None and standing.waits
 
     def may_leave(self) -> frozenset[T]:
         """Everything that stands in a queue."""
@@ -74,7 +75,7 @@ class LeaveOrder(Generic[T]):
     def leave(self, item: T) -> None:
         """The object has no slot any more; its group has one less."""
         standing = self._standing.pop(item)
-        self._queue(standing).pop(item, None)
+        self._take_out(item, standing)
         self.taken[standing.group] -= 1
         self.in_probation -= not standing.proven
         self.departures += 1
@@ -86,8 +87,7 @@ class LeaveOrder(Generic[T]):
     def allow(self, item: T) -> bool:
         """The object may leave from now on, last of its queue; False if it could already."""
         standing = self._standing[item]
-        queue = self._queue(standing)
-        if item in queue:
+        if standing.waits:
             return False
         self._put(item, standing)
         return True
@@ -96,16 +96,14 @@ class LeaveOrder(Generic[T]):
         """The object is held or in use. For one that is no resident this does nothing."""
         standing = self._standing.get(item)
         if standing is not None:
-            self._queue(standing).pop(item, None)
+            self._take_out(item, standing)
 
     def use(self, item: T, *, again: bool) -> None:
         """The object was used: it leaves after others. `again`: by a further request."""
         standing = self._standing.get(item)
         if standing is None:
             return
-        queue = self._queue(standing)
-        waits = item in queue
-        queue.pop(item, None)
+        waits = self._take_out(item, standing)
         if again and not standing.proven:
             standing.proven = True
             self.in_probation -= 1
@@ -158,4 +156,13 @@ class LeaveOrder(Generic[T]):
         self._turns += 1
         standing.turn = self._turns
         standing.used_at_s = self._clock.now_s()
+        standing.waits = True
         self._queue(standing)[item] = None
+
+    def _take_out(self, item: T, standing: _Standing) -> bool:
+        """Out of its queue, if it stands in one; whether it did."""
+        if not standing.waits:
+            return False
+        standing.waits = False
+        del self._queue(standing)[item]
+        return True

@@ -21,8 +21,8 @@ from headrace.kvstore.settings import Kind, Tier
 
 # store u16 | tier u8 | kind u8 | boot epoch u32 | segment u32 | slot u32 | generation u32 |
 # payload length u32 | checksum u64 | written at u32 | tail of digest u32
-_RECORD = struct.Struct("<HBBIIIIIQII")
-RECORD_BYTES = _RECORD.size
+RECORD = struct.Struct("<HBBIIIIIQII")
+RECORD_BYTES = RECORD.size
 assert RECORD_BYTES == 40, "the record is 40 bytes: docs/kv-format.md"
 
 ARENA_SEGMENT = 0xFFFF_FFFF  # stands for "in the arena" where a segment number is expected
@@ -43,7 +43,8 @@ RECORDS = np.dtype(
         ("tail", "<u4"),
     ]
 )
-assert RECORDS.itemsize == RECORD_BYTES, "RECORDS is _RECORD, for whole chains at once"
+assert RECORDS.itemsize == RECORD_BYTES, "RECORDS is RECORD, for whole chains at once"
+_NAME_STARTS = {code: kind.value.encode() + b":" for kind, code in KIND_CODES.items()}
 _NO_TIER: frozenset[Tier] = frozenset()
 _ONE_TIER = {code: frozenset((tier,)) for tier, code in TIER_CODES.items()}
 
@@ -90,7 +91,7 @@ class IndexRecord:
     window_too: bool = False  # of a block: the window record at its end is in this store too
 
     def pack(self) -> bytes:
-        return _RECORD.pack(
+        return RECORD.pack(
             self.store,
             TIER_CODES[self.tier],
             KIND_CODES[self.kind] | (WINDOW_TOO if self.window_too else 0),
@@ -110,7 +111,7 @@ def unpack_records(value: bytes) -> tuple[IndexRecord, ...]:
     if not value or len(value) % RECORD_BYTES:
         return ()
     out = []
-    for fields in _RECORD.iter_unpack(value):
+    for fields in RECORD.iter_unpack(value):
         tier, kind = TIERS_BY_CODE.get(fields[1]), KINDS_BY_CODE.get(fields[2] & ~WINDOW_TOO)
         if tier is None or kind is None:
             return ()
@@ -156,6 +157,11 @@ def packed_keys(kind: Kind, namespace: bytes, digests: bytes) -> bytes:
     return rows.tobytes()
 
 
+def record_name(key: bytes) -> bytes:
+    """The `record_key` of an object by its key in the store's own table (`objects.object_key`)."""
+    return _NAME_STARTS[key[0]] + key[1:9] + b":" + key[33:49]
+
+
 def claim_key(kind: Kind, namespace: bytes, digest: bytes) -> bytes:
     return b"claim:" + record_key(kind, namespace, digest)
 
@@ -197,7 +203,7 @@ def usable_tiers(
     tail, kind_code = digest_tail(digest), KIND_CODES[kind]
     found = _NO_TIER
     # Plain tuples: a look-up of a long prompt passes here thousands of times.
-    for record in _RECORD.iter_unpack(value):
+    for record in RECORD.iter_unpack(value):
         tier = _ONE_TIER.get(record[1])
         code = record[2] & ~WINDOW_TOO
         if tier is None or code not in KINDS_BY_CODE:

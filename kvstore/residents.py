@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.kvstore.arena import Arena, Region
-from headrace.kvstore.layout import SlotHeader, domain_tag
+from headrace.kvstore.layout import domain_tag, pack_slot_header
 from headrace.kvstore.objects import Entry, Saving
 from headrace.kvstore.order import LeaveOrder
 from headrace.kvstore.policy import COMMON, StorePolicy, allowances
@@ -26,11 +26,11 @@ def may_leave(entry: Entry) -> bool:
     """Whether an object's arena slot may be given to another: nobody holds or uses it, and it is on
     disk or will never be."""
     return (
-        entry.slot is not None
-        and not entry.dropped
-        and not entry.pins
+        not entry.pins
         and not entry.leases
+        and entry.slot is not None
         and entry.saving in (Saving.SAVED, Saving.GIVEN_UP, Saving.HELD_BACK)
+        and not entry.dropped
     )
 
 
@@ -96,23 +96,17 @@ class Residents:
 
     def enter(self, entry: Entry, slot: int) -> None:
         """A reserved slot holds this object's payload now; its header makes it readable."""
-        pool, region = self.pools[entry.kind], self.regions[entry.kind]
+        kind = entry.facts.kind
+        pool, region, order = self.pools[kind], self.regions[kind], self.orders[kind]
         pool.fill(slot)
         self.payload_bytes += entry.facts.payload_bytes
         entry.slot, entry.generation = slot, pool.generation(slot)
         group = self.group(entry.facts.domain)
-        order = self.orders[entry.kind]
         entry.proven = entry.proven or order.left_lately(entry.departure)
         order.enter(entry, group, proven=entry.proven)
-        header = SlotHeader(
-            facts=entry.facts,
-            checksum=entry.checksum,
-            segment=ARENA_SEGMENT,
-            slot=slot,
-            generation=entry.generation,
-            written_at_s=entry.written_at_s,
-        )
-        self.arena.write_header(region, slot, header)
+        at = (ARENA_SEGMENT, slot, entry.generation)
+        header = pack_slot_header(entry.facts, entry.checksum, *at, entry.written_at_s)
+        self.arena.header(region, slot)[:] = header
 
     def leave(self, entry: Entry) -> None:
         """The object's slot is free again; readers of it miss from here on."""
@@ -134,13 +128,13 @@ class Residents:
     def settle(self, entry: Entry) -> None:
         """After any change: the entry stands among the evictable ones iff it may leave, and the
         slot of a dropped one is freed as soon as nothing uses it."""
-        if entry.dropped and entry.slot is not None:
+        if entry.slot is not None and entry.dropped:
             if entry.pins:
                 self._ghosts.add(entry)
             else:
                 self._ghosts.discard(entry)
                 self.leave(entry)
-        order = self.orders[entry.kind]
+        order = self.orders[entry.facts.kind]
         if not may_leave(entry):
             order.forbid(entry)
         elif order.allow(entry):

@@ -30,10 +30,12 @@ class SaveQueue:
 
     def __init__(self) -> None:
         self._queue: deque[Entry] = deque()
+        self.waiting_bytes = 0  # of the queue, what will be passed over included
 
     def add(self, entry: Entry, *, first: bool) -> None:
         """Mutates `entry.saving`."""
         entry.saving = Saving.WAITING
+        self.waiting_bytes += entry.facts.payload_bytes
         if first:
             self._queue.appendleft(entry)
         else:
@@ -45,6 +47,7 @@ class SaveQueue:
         total = 0
         while self._queue and (not taken or total < limit_bytes):
             entry = self._queue.popleft()
+            self.waiting_bytes -= entry.facts.payload_bytes
             if entry.dropped or entry.saving is not Saving.WAITING:
                 continue
             entry.saving = Saving.WRITING

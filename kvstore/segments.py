@@ -377,4 +377,5 @@ def _give_back(before: dict[Path, int | None]) -> None:
 
 
 def _placed(header: SlotHeader, place: DiskPlace) -> SlotHeader:
-    return replace(header, segment=place.segment, slot=place.slot, generation=place.generation)
+    at = (place.segment, place.slot, place.generation)
+    return SlotHeader(header.facts, header.checksum, *at, header.written_at_s)

@@ -18,6 +18,8 @@ class Kind(StrEnum):
     STATE = "state"  # a sequence's private state, parked or handed over; never persisted
     MM = "mm"  # the rows of one picture; without `picture_bytes` every put answers None
 
+    __hash__ = str.__hash__  # an Enum's own is a call of Python, and each block asks a dozen times
+
 
 class Tier(StrEnum):
     HOST = "host"  # in the arena

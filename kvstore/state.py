@@ -58,7 +58,7 @@ class StoreState:
         self.on_unsaved: Callable[[], None] = lambda: None
         self.on_dirty: Callable[[], None] = lambda: None
         self.reserving = ReservationBook(self.residents, clock, reserve_s)
-        self._unsaved = SaveQueue()
+        self.unsaved = SaveQueue()
         self.pending: set[Entry] = set()  # wait for their sync: a kill loses these
         self.by_kind = dict.fromkeys(Kind, 0)
 
@@ -82,23 +82,20 @@ class StoreState:
             entry.proven = entry.proven or (here and entry.slot is not None)
             if entry.saving is Saving.HELD_BACK and not entry.dropped:
                 self._to_save(entry)
+                self.residents.settle(entry)
         self.residents.touch(entry)
 
     def place(self, entry: Entry) -> Place | None:
         """Where readers find the bytes now; None when they are not in the arena."""
         if entry.slot is None or entry.dropped:
             return None
-        return Place(
-            store=self.boot,
-            offset=self.residents.regions[entry.kind].offset(entry.slot),
-            payload_bytes=entry.facts.payload_bytes,
-            generation=entry.generation,
-            checksum=entry.checksum,
-        )
+        offset = self.residents.regions[entry.facts.kind].offset(entry.slot)
+        size = entry.facts.payload_bytes
+        return Place(self.boot, offset, size, entry.generation, entry.checksum)
 
     def has_window(self, block: Entry) -> bool:
         """Whether the window record at the end of a block is stored here too."""
-        return any(child.kind is Kind.SWA for child in self.kin.children(block))
+        return self.kin.has_child(block, Kind.SWA)
 
     # writing ---------------------------------------------------------------------------------
 
@@ -152,8 +149,10 @@ class StoreState:
     # leases ----------------------------------------------------------------------------------
 
     def hold(self, owner: JobKey, entry: Entry) -> bool:
+        leased = bool(entry.leases)
         held = self.leases.hold(owner, entry)
-        self.residents.settle(entry)
+        if held and not leased:
+            self.residents.settle(entry)
         return held
 
     def release(self, owner: JobKey, kind: Kind | None) -> None:
@@ -183,11 +182,13 @@ class StoreState:
 
     def pin(self, entry: Entry) -> None:
         entry.pins += 1
-        self.residents.settle(entry)
+        if entry.pins == 1:
+            self.residents.settle(entry)
 
     def unpin(self, entry: Entry) -> None:
         entry.pins -= 1
-        self.residents.settle(entry)
+        if not entry.pins:
+            self.residents.settle(entry)
 
     # between arena and disk ------------------------------------------------------------------
 
@@ -208,18 +209,20 @@ class StoreState:
     def take_unsaved(self, limit_bytes: int) -> list[Entry]:
         """The oldest objects that wait to be written, at least one and about `limit_bytes`; pinned
         until `saved` or `not_saved`."""
-        taken = self._unsaved.take(limit_bytes)
+        taken = self.unsaved.take(limit_bytes)
         for entry in taken:
             self.pin(entry)
         return taken
 
     def _to_save(self, entry: Entry, *, first: bool = False) -> None:
-        self._unsaved.add(entry, first=first)
+        # The caller settles it.
+        self.unsaved.add(entry, first=first)
         self.pending.add(entry)
-        self.residents.settle(entry)
         self.on_unsaved()
 
     def _first_saving(self, facts: ObjectFacts) -> Saving:
+        if facts.kind is Kind.KV:
+            return Saving.WAITING
         head = self.objects.get(object_key(Kind.KV, facts.namespace, facts.parent))
         block = self.residents.regions.get(Kind.KV)
         size = block.payload_bytes if block is not None else 0
@@ -285,6 +288,7 @@ class StoreState:
             if entry.slot is not None:
                 self.disks.leave(entry)
                 self._to_save(entry, first=True)
+                self.residents.settle(entry)
                 self.count.evict(Eviction.MOVED)
             else:
                 self.drop(entry, erase=False)
