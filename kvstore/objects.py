@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from headrace.core.ids import Digest, JobKey
 from headrace.core.states import VISIBILITY_TABLE, Visibility, VisibilityEvent
@@ -38,8 +39,7 @@ PENDING = frozenset((Saving.WAITING, Saving.WRITING))
 NO_LEASES: frozenset[JobKey] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class DiskPlace:
+class DiskPlace(NamedTuple):
     """One slot of one use of a segment."""
 
     segment: int
@@ -78,9 +78,12 @@ class Entry:
     def dropped(self) -> bool:
         return self.visibility is Visibility.DROPPED
 
+    def __str__(self) -> str:
+        return self.facts.digest[:8].hex()
+
     def step(self, event: VisibilityEvent) -> bool:
         """Apply an event; False when it came late or twice and changed nothing."""
-        result = VISIBILITY_TABLE.step(self.visibility, event, self.facts.digest[:8].hex())
+        result = VISIBILITY_TABLE.step(self.visibility, event, self)
         self.visibility = result.state
         return not result.ignored
 

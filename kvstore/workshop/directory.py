@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.core.errors import ConfigError, HeadraceError
@@ -179,8 +179,8 @@ class StoreDirectory:
         """Write a slot, its header last. Raises `OSError`; durable after `sync`."""
         segment = self._segment(place.segment)
         write_all(self._calls, segment.descriptor, payload, segment.begin(place.slot))
-        placed = replace(
-            header, segment=place.segment, slot=place.slot, generation=place.generation
+        placed = header._replace(
+            segment=place.segment, slot=place.slot, generation=place.generation
         )
         end = segment.begin(place.slot + 1)
         write_all(self._calls, segment.descriptor, placed.pack(), end - HEADER_BYTES)

@@ -15,7 +15,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -96,7 +96,7 @@ def write_file(
             put(_pack_header(about))
             for header, payload in objects:
                 done += 1
-                plain = replace(header, segment=ARENA_SEGMENT, slot=done - 1, generation=0)
+                plain = header._replace(segment=ARENA_SEGMENT, slot=done - 1, generation=0)
                 put(plain.pack())
                 put(payload)
                 progress(done, about.objects)

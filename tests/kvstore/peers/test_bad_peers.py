@@ -88,7 +88,7 @@ class FakePeer:
             bytes(16), len(payload),
         )  # fmt: skip
         sum_ = changes.pop("checksum", checksum(payload))
-        return SlotHeader(replace(facts, **changes), sum_, ARENA_SEGMENT, 0, 1, 6).pack()
+        return SlotHeader(facts._replace(**changes), sum_, ARENA_SEGMENT, 0, 1, 6).pack()
 
     def frame(self, message) -> bytes:
         return FrameCodec(TOKEN, 1 << 20).encode(PEER_MESSAGES.encode(message))
