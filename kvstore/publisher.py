@@ -166,7 +166,7 @@ class Publisher:
                 next_beat_s = loop.time() + self._times.member_beat_s
                 await self._renew()
             if self._number is not None and self._state.dirty:
-                await self.publish(tuple(islice(self._state.dirty, _BATCH)))
+                await self.publish_changed(tuple(islice(self._state.dirty, _BATCH)))
             elif self._number is not None and self._relist:
                 await self._relist_some()
             elif self._number is not None and self._sweep_due:
@@ -196,7 +196,7 @@ class Publisher:
         return True
 
     async def publish_changed(self, keys: Sequence[bytes]) -> None:
-        """As `publish`, but for those that `run` has meanwhile brought up to date by itself."""
+        """As `publish`, but for those that somebody else has brought up to date meanwhile."""
         for begin in range(0, len(keys), _BATCH):
             await self._publish_batch(keys[begin : begin + _BATCH], changed=True)
 

@@ -91,3 +91,27 @@ async def test_a_dropped_object_leaves_the_index(
         assert hits.blocks == found, number
     stat = await client.stat()
     assert len(list(plain.scan_iter("kv:*"))) - 1 == stat.blocks
+
+
+async def test_a_change_of_an_object_is_written_once(
+    listed_rig, things, valkey, wait_until, plain, listed
+):
+    """Counted at the server: a block's claim, and a record when it is sealed and when it is synced;
+    never one more for the publisher's loop and the writer both knowing of it."""
+    blocks = 1500  # more than one call to Redis lists
+    room = {"arena_bytes": 16 << 20, "ssd_bytes": 32 << 20, "segment_bytes": 16 << 20}
+    listed_rig.settings = replace(listed_rig.settings, **room)
+    await listed_rig.start()
+    client = await listed_rig.client()
+    await client.put(Kind.KV, things.blocks(blocks))
+    await listed(client, wait_until)
+    plain.config_resetstat()
+    places = await client.put(Kind.KV, things.blocks(*range(blocks)))
+    assert None not in places
+    await listed(client, wait_until)
+    sets = plain.info("commandstats")["cmdstat_set"]["calls"]
+    beats = 40  # more than there are until then
+    late = 256 * (await client.stat()).index_errors  # what a call that was late may have done
+    assert 3 * blocks <= sets <= 3 * blocks + beats + late
+    keys = [record_key(Kind.KV, things.namespace, things.digest(n)) for n in range(blocks)]
+    assert all(len(unpack_records(plain.get(key))) == 2 for key in keys)
