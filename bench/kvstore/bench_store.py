@@ -7,6 +7,8 @@ the CPU a block, which is of the same round. A get is verified (header before an
 digest, generation, checksum) and copied out unless it says `in place`. Baselines:
 
   memcpy     the same payloads copied into, and out of, private memory as large as the run
+  ceiling    the same and a checksum of each: what Python reaches that asks nobody anything;
+             and with two questions to the store a batch, as a put has them
   bare file  preallocated, O_DIRECT, the same slots, one call a slot, one sync at the end; one
              file and one process a client
   TCP        one stream on loopback, 1 MiB at a time
@@ -40,6 +42,7 @@ from headrace.kvstore.layout import SEGMENT_HEADER_BYTES, slot_bytes
 
 HERE = Path(__file__).parent
 TOKEN = "bench"
+BATCH = 16
 CHAIN = 1000
 WINDOW_BYTES = 4096
 # Block bytes, and blocks a phase and round over all clients; as `headrace layout` prints them.
@@ -194,6 +197,8 @@ def one_round(home: str, redis_url: str, case: Case, clients: Clients, round_: i
     clients.each("bare_make", count=each)
     out["memcpy_in"], _, _ = clients.timed("memcpy_in", few)
     out["memcpy_out"], _, _ = clients.timed("memcpy_out", few)
+    out["ceiling_in"], _, _ = clients.timed("ceiling_in", few)
+    out["ceiling_out"], _, _ = clients.timed("ceiling_out", few)
     out["bare_put"], _, _ = clients.timed("bare_put", many, order={"count": each})
     out["bare_get"], _, _ = clients.timed("bare_get", many, order={"count": each})
     plain, piped = 2 * round_, 2 * round_ + 1
@@ -209,6 +214,9 @@ def one_round(home: str, redis_url: str, case: Case, clients: Clients, round_: i
         end_s = clients.first("durable")["end_s"]
         out["ssd_put"] = case.block_bytes * many / (end_s - begin_s)
         clients.first("listed")
+        n_questions = 500 * case.clients
+        bytes_a_second, _, _ = clients.timed("questions", n_questions, order={"count": 500})
+        out["question_us"] = case.block_bytes / bytes_a_second * 1e6
         get = {"round_": plain, "copy": True}
         out["host_get"], out["get_cpu_us"], _ = clients.timed("get", few, order=get)
         get = {"round_": piped, "copy": False}
@@ -245,14 +253,19 @@ def measure(home: str, redis_url: str, case: Case, rounds: int, say: Any) -> dic
                 best[name] = better(best.get(name, value), value)
     finally:
         clients.stop()
-    return {**asdict(case), "best": best, "ratios": ratios(best)}
+    return {**asdict(case), "best": best, "ratios": ratios(best, case.block_bytes)}
 
 
-def ratios(best: dict[str, float]) -> dict[str, float]:
+def ratios(best: dict[str, float], block_bytes: int) -> dict[str, float]:
+    block_us = 1e6 * block_bytes / best["ceiling_in"] + 2 * best["question_us"] / BATCH
+    with_questions = 1e6 * block_bytes / block_us
     out = {
         "host put : memcpy": best["host_put"] / best["memcpy_in"],
         "host put, 4 batches in flight : memcpy": best["host_put_piped"] / best["memcpy_in"],
+        "ceiling of a put: copy and checksum": best["ceiling_in"] / best["memcpy_in"],
+        "the same, and two questions a batch": with_questions / best["memcpy_in"],
         "host get : memcpy": best["host_get"] / best["memcpy_out"],
+        "ceiling of a get: copy and checksum": best["ceiling_out"] / best["memcpy_out"],
         "host get in place : memcpy": best["host_get_in_place"] / best["memcpy_out"],
         "ssd put : bare file": best["ssd_put"] / best["bare_put"],
         "ssd cold get : bare file": best["ssd_get"] / best["bare_get"],

@@ -24,7 +24,7 @@ from headrace.core.chain import BLOCK_TOKENS, block_digests
 from headrace.core.ids import Digest, JobKey, RequestId
 from headrace.core.messages import Place
 from headrace.kvstore import IndexReader, Kind, StoreClient
-from headrace.kvstore.layout import slot_bytes
+from headrace.kvstore.layout import checksum, slot_bytes
 from headrace.kvstore.records import record_key
 
 TOKEN = "bench"
@@ -98,6 +98,26 @@ class Client:
                 dest[number % SOURCES][:] = view[begin : begin + size]
         return measured.told()
 
+    def ceiling_in(self, at_s: float) -> dict[str, float]:
+        """As `memcpy_in`, with the checksum of each payload: no put can do without."""
+        view, slot, size, payloads = self.view, self.slot, self.size, self.payloads
+        with Measured(at_s) as measured:
+            for number in range(self.count):
+                begin = number * slot
+                view[begin : begin + size] = payloads[number % SOURCES]
+                checksum(payloads[number % SOURCES])
+        return measured.told()
+
+    def ceiling_out(self, at_s: float) -> dict[str, float]:
+        """As `memcpy_out`, with the checksum of each copy: no verified get can do without."""
+        view, slot, size, dest = self.view, self.slot, self.size, self.dest
+        with Measured(at_s) as measured:
+            for number in range(self.count):
+                begin = number * slot
+                dest[number % SOURCES][:] = view[begin : begin + size]
+                checksum(dest[number % SOURCES])
+        return measured.told()
+
     def bare_make(self, count: int) -> dict[str, float]:
         self._path().unlink(missing_ok=True)
         descriptor = os.open(self._path(), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -164,6 +184,14 @@ class Client:
         if len(got) != count:
             raise SystemExit("a put was dropped: the arena is too small for this run")
         self.places[round_] = got
+        return measured.told()
+
+    async def questions(self, at_s: float, count: int) -> dict[str, float]:
+        """So many questions that cost the store nothing, one after another."""
+        store, nobody = self._store(), JobKey(RequestId("nobody"), 0)
+        with Measured(at_s) as measured:
+            for _ in range(count):
+                await store.renew(nobody)
         return measured.told()
 
     async def durable(self) -> dict[str, float]:
