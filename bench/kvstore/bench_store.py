@@ -3,7 +3,8 @@
     .venv/bin/python bench/kvstore/bench_store.py [--json] [--size demo|flash|large] [--rounds 3]
 
 A store and its clients as processes of their own; batches of 16 blocks; best of `--rounds`, except
-the CPU a block, which is of the same round. A get is verified (header before and after, length,
+the CPU a block, which is of the same round; the store's is of all phases of puts until they are
+listed, and of all cold gets. A get is verified (header before and after, length,
 digest, generation, checksum) and copied out unless it says `in place`. Baselines:
 
   memcpy     the same payloads copied into, and out of, private memory as large as the run
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -121,6 +123,12 @@ class Process:
             raise SystemExit("a process of the bench ended")
         return line
 
+    def cpu_s(self) -> float:
+        """What the process has used so far, all its threads."""
+        with open(f"/proc/{self.process.pid}/stat", encoding="ascii") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -202,8 +210,9 @@ def one_round(home: str, redis_url: str, case: Case, clients: Clients, round_: i
     out["bare_put"], _, _ = clients.timed("bare_put", many, order={"count": each})
     out["bare_get"], _, _ = clients.timed("bare_get", many, order={"count": each})
     plain, piped = 2 * round_, 2 * round_ + 1
-    with started_store(home, redis_url, store):
+    with started_store(home, redis_url, store) as process:
         clients.each("connect")
+        began_cpu_s = process.cpu_s()
         one = {"round_": plain, "count": few // case.clients, "in_flight": 1}
         out["host_put"], out["put_cpu_us"], _ = clients.timed("put", few, order=one)
         clients.first("durable")
@@ -214,6 +223,7 @@ def one_round(home: str, redis_url: str, case: Case, clients: Clients, round_: i
         end_s = clients.first("durable")["end_s"]
         out["ssd_put"] = case.block_bytes * many / (end_s - begin_s)
         clients.first("listed")
+        out["store_put_cpu_us"] = (process.cpu_s() - began_cpu_s) / (few + many) * 1e6
         n_questions = 500 * case.clients
         bytes_a_second, _, _ = clients.timed("questions", n_questions, order={"count": 500})
         out["question_us"] = case.block_bytes / bytes_a_second * 1e6
@@ -225,12 +235,14 @@ def one_round(home: str, redis_url: str, case: Case, clients: Clients, round_: i
             out |= clients.first("look_up", round_=plain, tries=tries)
         clients.each("release")
         clients.each("disconnect")
-    with started_store(home, redis_url, store):
+    with started_store(home, redis_url, store) as process:
         clients.each("connect")
+        began_cpu_s = process.cpu_s()
         cold = {"round_": piped, "count": each // 2, "in_flight": 1}
         out["ssd_get"], out["cold_cpu_us"], _ = clients.timed("cold", many // 2, order=cold)
         cold = {"round_": plain, "count": few // case.clients, "in_flight": 2}
         out["ssd_get_piped"], _, _ = clients.timed("cold", few, order=cold)
+        out["store_cold_cpu_us"] = (process.cpu_s() - began_cpu_s) / (few + many // 2) * 1e6
         wrong = sum(each["wrong"] for each in clients.each("wrong", round_=piped))
         if wrong:
             raise SystemExit(f"{wrong:.0f} blocks are not the bytes that were put")

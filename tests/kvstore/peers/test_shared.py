@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ async def test_a_reused_segment_is_a_miss_and_costs_the_record(pair, things, whe
     path = Path(pair.a.settings.directory) / f"segment-{segment:06d}.seg"
     data = bytearray(path.read_bytes())
     header = SegmentHeader.unpack(bytes(data[:SEGMENT_HEADER_BYTES]))
-    newer = header._replace(generation=header.generation + 1)
+    newer = replace(header, generation=header.generation + 1)
     data[:SEGMENT_HEADER_BYTES] = newer.pack()
     path.write_bytes(data)
     assert await _read(b, things, [0]) == []
@@ -155,7 +156,7 @@ async def test_a_segment_that_is_reused_under_the_read_does_not_count(pair, thin
                 data = path.read_bytes()[:SEGMENT_HEADER_BYTES]
                 header = SegmentHeader.unpack(data)
                 with open(path, "r+b") as file:
-                    file.write(header._replace(generation=header.generation + 1).pack())
+                    file.write(replace(header, generation=header.generation + 1).pack())
             return got
 
     calls = Reusing()
