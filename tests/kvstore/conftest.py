@@ -231,6 +231,7 @@ def make_settings(home: str, **changes: Any) -> StoreSettings:
         "block_bytes": BLOCK_BYTES,
         "window_bytes": WINDOW_BYTES,
         "group_s": 0.02,
+        "index_deadline_s": 1.0,  # 50 ms pass on a busy machine, and the breaker rests a second
     }
     return StoreSettings(**{**values, **changes})
 

@@ -85,7 +85,7 @@ async def test_the_index_says_which_are_there(listed_rig, things, when_idle, wai
     await client.put(Kind.MM, pictures(things, 0, 1))
     await client.put(Kind.KV, things.blocks(2))
     await when_idle(client)
-    index = IndexReader(listed_rig.role.redis_url)
+    index = IndexReader(listed_rig.role.redis_url, deadline_s=1.0)
     asked = [things.digest(n) for n in range(4)]
 
     async def listed():

@@ -131,7 +131,7 @@ async def test_a_store_killed_at_a_step_restarts_right(
     # everything can be put again, and then index and disk hold the same
     assert None not in await client.put(Kind.KV, things.blocks(*range(5)), lease=things.lease())
     await when_idle(client)
-    reader = IndexReader(valkey.url)
+    reader = IndexReader(valkey.url, deadline_s=1.0)
 
     async def all_listed() -> bool:
         listed = await client.stat()

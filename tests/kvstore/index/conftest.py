@@ -17,7 +17,7 @@ async def reader_for():
     made: list[IndexReader] = []
 
     def make(url: str, **options) -> IndexReader:
-        made.append(IndexReader(url, **options))
+        made.append(IndexReader(url, **{"deadline_s": 1.0, **options}))
         return made[-1]
 
     yield make

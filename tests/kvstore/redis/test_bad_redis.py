@@ -26,7 +26,8 @@ async def bench(new_rig, home, wait_until, things):
     async def start(url: str, **changes) -> Bench:
         rig = new_rig(home, url, **changes)
         await rig.start()
-        made.append(Bench(rig, await rig.client(), IndexReader(url), things, wait_until))
+        reader = IndexReader(url, deadline_s=1.0)
+        made.append(Bench(rig, await rig.client(), reader, things, wait_until))
         return made[-1]
 
     yield start
@@ -115,7 +116,7 @@ async def test_slow(bench, new_server, proxy_of):
     one = await bench(url)
     await one.put(*range(10))
     await one.well(*range(10))
-    proxy.delay_s = 0.2
+    proxy.delay_s = 1.5  # longer than any deadline here
     for _ in range(5):
         assert await one.hits(*range(10)) == 0
     assert proxy.delayed > 0

@@ -32,7 +32,7 @@ async def stores(new_rig, home, wait_until):
         rig = new_rig(f"{home}", url, **changes)
         made.append(rig)
         await rig.start()
-        readers.append(IndexReader(url))
+        readers.append(IndexReader(url, deadline_s=1.0))
         return rig, await rig.client(), readers[-1]
 
     yield start
