@@ -63,16 +63,16 @@ async def get(link: RedisLink, key: str) -> bytes:
 
 
 async def test_a_late_answer_is_not_the_next_calls(peer):
-    link = RedisLink(await peer.start(), 0.05, SYSTEM_CLOCK)
+    link = RedisLink(await peer.start(), 1.0, SYSTEM_CLOCK)
     assert await get(link, "a") == b"a" and link.healthy
-    peer.delay_s = 0.15
+    peer.delay_s = 1.5
     with pytest.raises(RedisAway, match="TimeoutError"):
         await get(link, "b")
     assert not link.healthy and link.errors == 1
     peer.delay_s = 0.0
     for number in range(20):
         assert await get(link, f"c{number}") == b"c%d" % number
-        await asyncio.sleep(0.01)  # the late answer to b falls in here
+        await asyncio.sleep(0.05)  # the late answer to b falls in here
     await link.close()
 
 
@@ -112,9 +112,9 @@ async def test_a_wrong_type_is_told_apart_and_costs_no_breaker(peer):
 
 async def test_after_three_failures_nothing_is_asked_for_a_while(peer):
     clock = FakeClock()
-    link = RedisLink(await peer.start(), 0.1, clock)
+    link = RedisLink(await peer.start(), 1.0, clock)
     assert await get(link, "a") == b"a"
-    peer.delay_s = 0.5
+    peer.delay_s = 1.5
     for _ in range(3):
         with pytest.raises(RedisAway, match="TimeoutError"):
             await get(link, "a")
@@ -142,7 +142,7 @@ async def test_a_cancelled_call_ends_its_task(peer):
         task = asyncio.create_task(get(link, "a"))
         await asyncio.sleep(pause_s)
         task.cancel()
-        done, _ = await asyncio.wait({task}, timeout=1.0)
+        done, _ = await asyncio.wait({task}, timeout=30.0)
         assert done and task.cancelled()
     peer.delay_s = 0.0
     assert await get(link, "b") == b"b"
