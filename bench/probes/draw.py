@@ -1,11 +1,11 @@
 """One picture of what `run.py` and `handoff.py` found.
 
     python bench/probes/draw.py --right lines*.json --keep 64=k64.json --keep 253=k253.json \
-        --replay replay.json --image docs/img/demo-probes.png
+        --replay replay*.json --image docs/img/demo-probes.png
 
-Left: right answers against distance (P1, P2) of `run.py --out` or `handoff.py --out`. Middle:
-right answers against keep, a file of `run.py --keep K --out` each. Right: replay against depth, the
-largest difference of a logit from the cold run of the same keep.
+What is left out is not drawn. Left: right answers against distance (P1, P2) of `run.py --out` or
+`handoff.py --out`. Middle: right answers against keep, a file of `run.py --keep K --out` each.
+Right: replay against depth, the largest difference of a logit from the cold run of the same keep.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--right", type=Path, nargs="+", required=True)
+    parser.add_argument("--right", type=Path, nargs="*", default=[])
     parser.add_argument("--keep", action="append", default=[], metavar="K=FILE")
-    parser.add_argument("--replay", type=Path, required=True)
+    parser.add_argument("--replay", type=Path, nargs="*", default=[])
     parser.add_argument("--image", type=Path, required=True)
     a = parser.parse_args()
     rows = [row for path in a.right for row in json.loads(path.read_text())]
@@ -73,14 +73,17 @@ def main() -> None:
     for pair in a.keep:
         keep, _, path = pair.partition("=")
         by_keep[int(keep)] = json.loads(Path(path).read_text())
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.8))
-    draw_distance(axes[0], rows)
-    draw_keep(axes[1], by_keep)
-    draw_depth(axes[2], json.loads(a.replay.read_text()))
-    for axis in axes:
+    replay = [row for path in a.replay for row in json.loads(path.read_text())]
+    panels = [(draw_distance, rows), (draw_keep, by_keep), (draw_depth, replay)]
+    drawn = [(draw, data) for draw, data in panels if data]
+    if not drawn:
+        raise SystemExit("nothing to draw: name --right, --keep or --replay")
+    figure, axes = pyplot.subplots(1, len(drawn), figsize=(4.4 * len(drawn), 3.8), squeeze=False)
+    for axis, (draw, data) in zip(axes[0], drawn, strict=True):
+        draw(axis, data)
         axis.legend(fontsize=7)
-    for axis in axes[:2]:
-        axis.set_ylim(50, 101)
+        if draw is not draw_depth:
+            axis.set_ylim(50, 101)
     figure.tight_layout()
     figure.savefig(a.image, dpi=110)
 

@@ -22,8 +22,8 @@ drafter_s=${DRAFTER_S:-170} tune_s=${TUNE_S:-0}
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 device=${DEVICE:-cuda}
 corpus=${CORPUS:+--corpus "$CORPUS"}
-size="--workers 6" anchors=4096 prompts=6
-if [ "$device" = cpu ]; then size="--batch 1 --length 384 --pictures 1" anchors=64 prompts=1; fi
+size="--workers 6" more="--pictures 4" anchors=4096 prompts=6
+if [ "$device" = cpu ]; then size="--batch 1 --length 384 --pictures 1" more="" anchors=64 prompts=1; fi
 [ "$tune_s" = 0 ] || [ -n "$corpus" ] || [ "$device" = cpu ] || { echo "TUNE_S needs CORPUS" >&2; exit 2; }
 
 mkdir -p "$out"
@@ -52,7 +52,7 @@ if [ "$tune_s" != 0 ]; then
     say "the trunk, $tune_s s: more long recall, more pictures"
     # the real choice of entries and rounded weights from the first step on, at a fifth of the rates
     train --resume "$folder" --steps 100000 --fit-seconds "$tune_s" --select-from 0 --round-from 0 \
-        --rate 0.2 --mix recall=0.45 pictures=0.2 --long-recall 0.6 --out "$work/trunk"
+        --rate 0.2 --mix recall=0.45 --long-recall 0.6 $more --out "$work/trunk"
     weights=$work/trunk
 fi
 say "the drafter, $drafter_s s"

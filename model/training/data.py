@@ -105,8 +105,12 @@ class Mixer(IterableDataset[dict[str, torch.Tensor]]):
         `ConfigError` for a part that is none or a share that is no such number."""
         self.config, self.corpus = config, corpus
         self.shares = {name: share for name, (share, _) in PARTS.items()} | dict(shares or {})
-        if unknown := sorted(set(self.shares) - set(PARTS)):
-            raise ConfigError(f"mix: found {unknown[0]!r:.40}, wanted parts of {PART_NAMES}")
+        others = [name for name in PART_NAMES if name != "pictures"]
+        if unknown := sorted(set(shares or {}) - set(others)):
+            raise ConfigError(
+                f"mix: found {unknown[0]!r:.40}, wanted parts of {', '.join(others)} (pictures have"
+                " a count, --pictures)"
+            )
         if bad := [n for n, share in self.shares.items() if not 0 < share < math.inf]:
             raise ConfigError(f"mix: found {bad[0]}={self.shares[bad[0]]}, wanted more than 0")
         if not 0 <= long_recall <= 1:

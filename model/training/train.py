@@ -111,7 +111,7 @@ def _arguments() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="PART=SHARE",
-        help=f"shares of the tokens other than the usual: {', '.join(PARTS)}",
+        help=f"shares of the tokens other than the usual: {', '.join(PARTS)} (but pictures)",
     )
     parser.add_argument(
         "--long-recall",

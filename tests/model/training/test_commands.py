@@ -47,6 +47,7 @@ def test_a_mix_of_unknown_parts_or_shares_is_refused(tmp_path, monkeypatch):
     base = ["train", "--config", str(config), "--steps", "1", "--out", str(tmp_path)]
     for more, said in (
         (["--mix", "poems=0.5"], r"mix: found 'poems'"),
+        (["--mix", "pictures=0.5"], r"mix: found 'pictures', .*--pictures"),
         (["--mix", "recall=0"], r"mix: found recall=0\.0, wanted more than 0"),
         (["--long-recall", "1.5"], r"long-recall: found 1\.5, wanted in 0\.\.1"),
     ):
