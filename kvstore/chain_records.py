@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from headrace.core.ids import DIGEST_BYTES
 from headrace.kvstore.records import (
@@ -39,13 +41,10 @@ class ChainRecords:
     whole number of records ends the chain, as a missing value does."""
 
     def __init__(self, values: Sequence[bytes | None], digests: bytes) -> None:
-        sizes = [len(value) if value else 0 for value in values]
-        ends = [n for n, size in enumerate(sizes) if not size or size % RECORD_BYTES]
-        self._count = ends[0] if ends else len(sizes)
-        leading = values[: self._count]
-        self._records = np.frombuffer(b"".join([v for v in leading if v]), RECORDS)
-        counts = np.array(sizes[: self._count], np.int64) // RECORD_BYTES
-        self._owner = np.repeat(np.arange(self._count), counts)
+        leading, sizes = _whole(values)
+        self._count = len(leading)
+        self._records = np.frombuffer(b"".join(leading), RECORDS)
+        self._owner = np.repeat(np.arange(self._count), _counts(leading, sizes))
         tails = np.frombuffer(digests, "<u4").reshape(-1, DIGEST_BYTES // 4)[: self._count, 7]
         self._same = tails[self._owner] == self._records["tail"]
         self.stores: list[int] = np.unique(self._records["store"]).tolist()
@@ -74,3 +73,22 @@ class ChainRecords:
         return ChainHits(
             blocks, {tier: n for tier, n in by_tier.items() if n}, tuple(windows.tolist())
         )
+
+
+def _whole(values: Sequence[bytes | None]) -> tuple[list[bytes], set[int]]:
+    """The leading values that are whole numbers of records, and which lengths they have."""
+    end = values.index(None) if None in values else len(values)
+    leading = cast(list[bytes], list(values[:end]))
+    sizes = set(map(len, leading))
+    if any(not size or size % RECORD_BYTES for size in sizes):
+        odd = (n for n, value in enumerate(leading) if not value or len(value) % RECORD_BYTES)
+        del leading[next(odd) :]
+        sizes = set(map(len, leading))
+    return leading, sizes
+
+
+def _counts(values: Sequence[bytes], sizes: set[int]) -> npt.NDArray[np.int64] | int:
+    """How many records each value has; one number if it is the same for all."""
+    if len(sizes) == 1:
+        return next(iter(sizes)) // RECORD_BYTES
+    return np.fromiter(map(len, values), np.int64, len(values)) // RECORD_BYTES
