@@ -13,7 +13,7 @@ from headrace.core.metrics import Metric
 pytestmark = pytest.mark.fault
 Plain = Any  # the cluster of plain.py
 
-SECONDS, TIMES = 12.0, 20.0
+SECONDS, TIMES = 8.0, 20.0
 RECOVERY_S = 5.0  # a promise
 GROWTH_BYTES = 48 << 20
 

@@ -140,7 +140,9 @@ async def test_redis_stopped_during_a_handoff_changes_nothing(
     await cluster.at_rest()
 
 
-@pytest.mark.parametrize("rows_before", [0, 384, 1280])
+@pytest.mark.parametrize(
+    "rows_before", [384, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1280))]
+)
 async def test_a_store_that_dies_in_the_middle(
     cluster_with_store_process, yardstick, prompt, rows_before: int
 ) -> None:

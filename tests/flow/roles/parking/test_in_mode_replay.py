@@ -17,11 +17,16 @@ STORE = {"state_bytes": 65536}
 ENGINE = EngineSettings(
     n_blocks=60, n_slots=2, max_rows_per_step=128, replay_rows_per_step=128, park_after_tokens=4
 )
+SHORT = {"n_blocks": 6, "n_slots": 4}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 STREAMS = ((250, 14), (300, 9), (383, 14), (256, 9))
 
 
-@pytest.mark.parametrize("sizes", [{}, {"n_blocks": 6, "n_slots": 4}], ids=["slots", "blocks"])
+# Short of slots by default, short of blocks with `-m slow`; in mode `state` the other way round.
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({}, id="slots"), pytest.param(SHORT, marks=pytest.mark.slow, id="blocks")],
+)
 async def test_streams_take_turns(cluster, prompt, streams, join, sizes) -> None:
     alone = []
     for i, (n_tokens, max_tokens) in enumerate(STREAMS):

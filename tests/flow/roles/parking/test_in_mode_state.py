@@ -16,10 +16,15 @@ STORE = {"state_bytes": 65536}
 ENGINE = EngineSettings(
     n_blocks=60, n_slots=2, max_rows_per_step=128, replay_rows_per_step=128, park_after_tokens=4
 )
+SHORT = {"n_blocks": 6, "n_slots": 4}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.mark.parametrize("sizes", [{}, {"n_blocks": 6, "n_slots": 4}], ids=["slots", "blocks"])
+# Short of blocks by default, short of slots with `-m slow`; in mode `replay` the other way round.
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({}, marks=pytest.mark.slow, id="slots"), pytest.param(SHORT, id="blocks")],
+)
 async def test_streams_take_turns(cluster, prompt, streams, join, sizes) -> None:
     number = await join(replace(ENGINE, **sizes)) if sizes else 0
     four = streams(cluster, number)
