@@ -43,10 +43,10 @@ def values(cluster: str, **changes: Any) -> dict[str, Any]:
         "deployment": {"model": "t1", "numerics": "invariant", "local_prefill_rows": 171},
         "engine": {"n_blocks": 160, "n_slots": 8},
         "store": {"arena_bytes": 64 << 20, "ssd_bytes": 128 << 20, "segment_bytes": 8 << 20},
-        # A start may take minutes.
-        "router": {"port": free_port(), "resume_wait_s": 180},
+        # On a busy machine a start takes minutes, and an answer of Redis longer than 50 ms.
+        "router": {"port": free_port(), "resume_wait_s": 180, "lookup_s": 0.5},
         "keys": [{"tenant": name} for name in ("one", "two", *(f"fresh-{i}" for i in range(100)))],
-        "times": {"restart_after_s": 6, "ready_s": 300},
+        "times": {"restart_after_s": 6, "ready_s": 300, "drain_s": 40},
         **changes,
     }
 

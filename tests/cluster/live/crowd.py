@@ -205,7 +205,7 @@ class Questions:
                 "/v1/completions",
                 {**body, "prompt": prompt},
                 one.text,
-                len(one.token_ids) + (one.finish == "stop"),
+                len(one.token_ids),
                 prompt_tokens=len(prompt),
             )
             for prompt, one in zip(prompts, done, strict=True)
@@ -240,7 +240,7 @@ class Questions:
         (done,) = self._llm.generate([placed.token_ids], max_tokens=max_tokens, pictures=[rows])
         spoken = TextStream(self._vocabulary)
         text = spoken.push(done.token_ids) + spoken.finish()
-        n_tokens, n_prompt = len(done.token_ids) + (done.finish == "stop"), len(placed.token_ids)
+        n_tokens, n_prompt = len(done.token_ids), len(placed.token_ids)
         path = "/v1/chat/completions"
         return Question(path, body, text, n_tokens, True, placed.spans, n_prompt)
 

@@ -14,7 +14,7 @@ Begin = Callable[..., Any]
 Ids = Callable[[str, int], list[int]]
 Until = Callable[..., None]
 
-N_TOKENS = 200  # of an answer: many seconds, time to do harm in
+N_TOKENS = 150  # of an answer: seconds, time to do harm in
 
 
 def streaming(asked: list[Any], until: Until) -> None:
@@ -23,22 +23,30 @@ def streaming(asked: list[Any], until: Until) -> None:
     assert all(one.open for one in asked), "one is over already"
 
 
-@pytest.mark.parametrize("kind", ["greedy", "seeded"])
-def test_a_stream_outlives_its_decode_replica(
-    live: Live, questions: Questions, begin: Begin, seeded: Any, ids: Ids, until: Until, kind: str
+def both_kinds(questions: Questions, seeded: Any, prompts: list[list[int]]) -> list[Any]:
+    """Half of them greedy, half seeded, in turn."""
+    kinds = [
+        questions.plain(prompts[i::2], N_TOKENS, sampling)
+        for i, sampling in ((0, None), (1, seeded))
+    ]
+    return [one for pair in zip(*kinds, strict=True) for one in pair]
+
+
+def test_streams_outlive_their_decode_replica(
+    live: Live, questions: Questions, begin: Begin, seeded: Any, ids: Ids, until: Until
 ) -> None:
     live.settled()
-    sampling = seeded if kind == "seeded" else None
-    prompts = [ids(f"outlives {kind} {i}", 300) for i in range(2)]
+    names = [f"{kind} {i}" for i in (0, 1) for kind in ("greedy", "seeded")]
+    prompts = [ids(f"outlives {name}", 300) for name in names]  # none of these answers ends early
     known = len(live.records())
     pids = {role["name"]: role["pid"] for role in live.roles() if role["role"] == "decode"}
-    asked = [begin(live, one) for one in questions.plain(prompts, N_TOKENS, sampling)]
+    asked = [begin(live, one) for one in both_kinds(questions, seeded, prompts)]
     streaming(asked, until)
     running = [name for name in pids if live.metric("headrace_replica_requests", replica=name)]
     live.kill(pids[running[0]])
     answers = [one.end() for one in asked]
-    assert [answer.right for answer in answers] == [True, True], answers
-    until(lambda: len(live.records()) == known + 2, 10.0, "no records")
+    assert [answer.right for answer in answers] == [True] * 4, answers
+    until(lambda: len(live.records()) == known + 4, 10.0, "no records")
     records = live.records()[known:]
     resumed = [record for record in records if record["resumes"]]
     assert resumed and all(record["completion_tokens"] == N_TOKENS for record in records)
@@ -47,13 +55,13 @@ def test_a_stream_outlives_its_decode_replica(
 
 
 def test_no_decode_replica_is_left(
-    live: Live, questions: Questions, begin: Begin, ask: Any, ids: Ids, until: Until
+    live: Live, questions: Questions, begin: Begin, ask: Any, seeded: Any, ids: Ids, until: Until
 ) -> None:
     """What streams waits for one to come back and goes on; what is new is refused with a reason."""
     live.settled()
     known = len(live.records())
     prompts = [ids(f"left {i}", 300) for i in range(3)]
-    *long, short = questions.plain(prompts, N_TOKENS)
+    long, (short,) = both_kinds(questions, seeded, prompts[:2]), questions.plain(prompts[2:], 6)
     before = {name: live.role(name) for name in ("decode-0", "decode-1")}
     asked = [begin(live, one) for one in long]
     streaming(asked, until)
