@@ -49,6 +49,7 @@ class Metric(StrEnum):
     STORE_WRITTEN = "headrace_store_written_total"
     STORE_RECYCLED = "headrace_store_recycled_segments_total"
     STORE_WRITE_ERRORS = "headrace_store_write_errors_total"
+    STORE_INDEX_SWEPT = "headrace_store_index_swept_total"
     STORE_READ_ERRORS = "headrace_store_read_errors_total"
     STORE_INDEX_ERRORS = "headrace_store_index_errors_total"
     STORE_PENDING = "headrace_store_pending_objects"

@@ -33,6 +33,7 @@ class Answers:
         republish: Callable[[], None],
         metrics: Callable[[], str],
         scrub: Callable[[int, bool], Awaitable[dict[str, Any]]],
+        sweep: Callable[[], Awaitable[tuple[int, int]]],
     ) -> None:
         self._state = state
         self._pins = pins
@@ -40,6 +41,7 @@ class Answers:
         self._republish = republish
         self._metrics = metrics
         self._scrub = scrub
+        self._sweep = sweep
 
     async def answer(self, question: Question) -> Answer:
         """Never raises for what a question holds."""
@@ -51,6 +53,7 @@ class Answers:
             Topic.UNPIN: self._unpin,
             Topic.REPUBLISH: self._publish,
             Topic.SCRUB: self._read_back,
+            Topic.SWEEP: self._sweep_index,
             Topic.METRICS: self._scrape,
         }
         try:
@@ -119,6 +122,10 @@ class Answers:
     async def _read_back(self, text: str) -> dict[str, Any]:
         values = read_values(text, segment=int, drop=bool)
         return await self._scrub(values["segment"], values["drop"])
+
+    async def _sweep_index(self, text: str) -> dict[str, Any]:
+        stores, records = await self._sweep()
+        return {"stores": stores, "records": records}
 
     async def _scrape(self, text: str) -> dict[str, Any]:
         return {"text": self._metrics()}

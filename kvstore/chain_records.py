@@ -6,7 +6,7 @@ thousand blocks must not cost a thousand steps of Python. A test compares the tw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -28,8 +28,8 @@ from headrace.kvstore.settings import Kind, Tier
 
 @dataclass(frozen=True, slots=True)
 class ChainHits:
-    """Leading blocks stored, how many of them per tier (a block in both counts as host), and the
-    numbers of those at whose end a window record may be stored."""
+    """Leading blocks stored, how many of them per tier (a block in several counts as host before
+    ssd before shared), and the numbers of those at whose end a window record may be stored."""
 
     blocks: int
     by_tier: Mapping[Tier, int]
@@ -48,15 +48,21 @@ class ChainRecords:
         tails = np.frombuffer(digests, "<u4").reshape(-1, DIGEST_BYTES // 4)[: self._count, 7]
         self._same = tails[self._owner] == self._records["tail"]
         self.stores: list[int] = np.unique(self._records["store"]).tolist()
+        self._shared = self._records["tier"] == TIER_CODES[Tier.SHARED]
+        self.folders: list[int] = np.unique(self._records["epoch"][self._shared]).tolist()
 
-    def hits(self, epochs: Mapping[int, int]) -> ChainHits:
-        """What counts, given the boot epochs of the live stores by number."""
+    def hits(self, epochs: Mapping[int, int], folders: Collection[int]) -> ChainHits:
+        """What counts, given the boot epochs of the live stores by number, and the shared folders
+        that some living store reads: what lies there outlives its owner."""
         records, owner = self._records, self._owner
         kind = records["kind"] & (0xFF ^ WINDOW_TOO)
         alive = np.zeros(len(records), bool)
         for number in self.stores:
             if number in epochs:
                 alive |= (records["store"] == number) & (records["epoch"] == epochs[number])
+        if self.folders:
+            mounted = np.isin(records["epoch"], list(folders))
+            alive = np.where(self._shared, mounted, alive)
         strange = ~np.isin(kind, list(KINDS_BY_CODE)) | ~np.isin(
             records["tier"], list(TIERS_BY_CODE)
         )
@@ -67,8 +73,13 @@ class ChainRecords:
         stored[owner[good]] = True
         blocks = self._count if stored.all() else int(np.argmin(stored))
         good &= owner < blocks
-        host = int(np.unique(owner[good & (records["tier"] == TIER_CODES[Tier.HOST])]).size)
-        by_tier = {Tier.HOST: host, Tier.SSD: blocks - host}
+        by_tier: dict[Tier, int] = {}
+        so_far = np.zeros(len(records), bool)
+        before = 0
+        for tier in (Tier.HOST, Tier.SSD, Tier.SHARED):  # the nearest one counts
+            so_far |= good & (records["tier"] == TIER_CODES[tier])
+            up_to = int(np.unique(owner[so_far]).size)
+            by_tier[tier], before = up_to - before, up_to
         windows = np.unique(owner[good & (records["kind"] >= WINDOW_TOO)])
         return ChainHits(
             blocks, {tier: n for tier, n in by_tier.items() if n}, tuple(windows.tolist())

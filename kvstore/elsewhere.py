@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.core.clock import Clock
-from headrace.core.errors import HeadraceError
 from headrace.core.ids import Digest
 from headrace.kvstore.absent import AbsentKeys
-from headrace.kvstore.io_threads import guarded
 from headrace.kvstore.records import (
     FORGET,
     IndexRecord,
@@ -24,7 +21,7 @@ from headrace.kvstore.records import (
 )
 from headrace.kvstore.redis_link import RedisAway, RedisLink
 from headrace.kvstore.settings import Kind, StoreSettings, Tier
-from headrace.kvstore.shared import SharedFolder, folders_by_epoch
+from headrace.kvstore.shared import SharedFolder
 
 log = logging.getLogger(__name__)
 _KEYS_A_CALL = 1000
@@ -55,10 +52,9 @@ class Elsewhere:
         self, link: RedisLink, settings: StoreSettings, clock: Clock, own_uid: bytes
     ) -> None:
         self._link = link
-        self.folders: Sequence[SharedFolder] = ()  # mounted here
+        self.folders: Mapping[int, SharedFolder] = {}  # mounted here, by what records carry
         self._own_uid = own_uid
         self.absent = AbsentKeys(clock, settings.absent_s, settings.absent_keys)
-        self._by_epoch: dict[int, SharedFolder] = {}
         self.forgotten = 0  # records taken out of the index
 
     def may_have(self, kind: Kind, namespace: bytes, digest: Digest) -> bool:
@@ -77,11 +73,6 @@ class Elsewhere:
                 break
         if not wanted:
             return []
-        if len(self._by_epoch) < len(self.folders):
-            try:
-                self._by_epoch = await asyncio.to_thread(guarded(self._folders))
-            except (OSError, HeadraceError):
-                log.exception("the shared folders were not read")
         keys = [key for _, key in wanted]
 
         values: list[bytes | None] = []
@@ -127,7 +118,7 @@ class Elsewhere:
             if record.kind is not kind or record.digest_tail != tail:
                 continue
             if record.tier is Tier.SHARED:
-                folder = self._by_epoch.get(record.epoch)
+                folder = self.folders.get(record.epoch)
                 if folder is not None:
                     where = Where(digest, kind, namespace, record, folder.name, folder)
                     found.append((1, folder.name == before, where))
@@ -141,9 +132,6 @@ class Elsewhere:
                 in_memory = record.tier is Tier.HOST
                 found.append((2 if in_memory else 0, store.address == before, where))
         return max(found, key=lambda one: one[:2])[2] if found else None
-
-    def _folders(self) -> dict[int, SharedFolder]:
-        return folders_by_epoch(self.folders)
 
     async def forget(self, where: Where) -> None:
         """Compare-and-delete of one record."""

@@ -12,6 +12,8 @@ from headrace.core.ids import DIGEST_BYTES, Digest
 from headrace.kvstore.chain_records import ChainRecords
 from headrace.kvstore.records import (
     LiveStore,
+    folder_epochs,
+    folder_key,
     packed_key,
     packed_keys,
     record_key,
@@ -29,8 +31,8 @@ _KEYS_A_CALL = 1000  # Redis serves nobody else meanwhile: about half a millisec
 @dataclass(frozen=True, slots=True)
 class Hits:
     """What the index knows of a chain: leading blocks stored, how many of them per tier (a block in
-    both counts as host), and positions in tokens, ascending and at most `128 * blocks`, at which a
-    window record is stored. A hint: the store alone decides."""
+    several counts as the nearest), and positions in tokens, ascending and at most `128 * blocks`,
+    at which a window record is stored. A hint: the store alone decides."""
 
     blocks: int = 0
     by_tier: Mapping[Tier, int] = field(default_factory=dict)
@@ -50,7 +52,9 @@ class IndexReader:
         self, redis_url: str, *, deadline_s: float = DEADLINE_S, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         self._link = RedisLink(redis_url, deadline_s, clock)
-        self._live: dict[int, int] = {}  # epochs by store; asked for anew with every look-up
+        # Epochs by store, and folders that are mounted: asked for anew with every look-up.
+        self._live: dict[int, int] = {}
+        self._folders: frozenset[int] = frozenset()
 
     @property
     def healthy(self) -> bool:
@@ -77,9 +81,10 @@ class IndexReader:
                     break  # a hole: nothing behind it counts
             chain = ChainRecords(values, joined)
             missing = [number for number in chain.stores if number not in self._live]
-            if missing:
-                await self._learn(missing, until_s)
-            found = chain.hits(self._live)
+            folders = [epoch for epoch in chain.folders if epoch not in self._folders]
+            if missing or folders:
+                await self._learn(missing, folders, until_s)
+            found = chain.hits(self._live, self._folders)
             windows = [(n, window_digest(digests[n])) for n in found.windows]
             at: list[int] = []
             if windows:
@@ -88,7 +93,7 @@ class IndexReader:
                 at = [
                     (n + 1) * BLOCK_TOKENS
                     for (n, window), value in zip(windows, records, strict=True)
-                    if usable_tiers(value, Kind.SWA, window, self._live)
+                    if usable_tiers(value, Kind.SWA, window, self._live, self._folders)
                 ]
         except RedisAway:
             return NO_HITS
@@ -97,21 +102,24 @@ class IndexReader:
     async def _values(
         self, kind: Kind, namespace: bytes, digests: bytes, until_s: float
     ) -> list[bytes | None]:
-        """Values of the objects whose digests are joined, and news of the stores known so far."""
-        known = tuple(self._live)
-        names = b"".join([packed_key(store_key(number)) for number in known])
+        """Values of the objects whose digests are joined, and news of the stores and folders known
+        so far."""
+        known, folders = tuple(self._live), tuple(self._folders)
         keys = packed_keys(kind, namespace, digests)
-        count = len(digests) // DIGEST_BYTES
+        n_before, count = len(known) + len(folders), len(digests) // DIGEST_BYTES
         answer = await self._link.mget_packed(
-            len(known) + count, names + keys, until_s - time.monotonic()
+            n_before + count, _about(known, folders) + keys, until_s - time.monotonic()
         )
         self._live = _live(zip(known, answer, strict=False))
-        return answer[len(known) :]
+        self._folders = _mounted(folders, answer[len(known) : n_before])
+        return answer[n_before:]
 
-    async def _learn(self, numbers: Sequence[int], until_s: float) -> None:
-        names = b"".join([packed_key(store_key(number)) for number in numbers])
-        answer = await self._link.mget_packed(len(numbers), names, until_s - time.monotonic())
-        self._live.update(_live(zip(numbers, answer, strict=True)))
+    async def _learn(self, numbers: Sequence[int], folders: Sequence[int], until_s: float) -> None:
+        answer = await self._link.mget_packed(
+            len(numbers) + len(folders), _about(numbers, folders), until_s - time.monotonic()
+        )
+        self._live.update(_live(zip(numbers, answer, strict=False)))
+        self._folders |= _mounted(folders, answer[len(numbers) :])
 
     async def present(
         self, namespace: bytes, kind: Kind, digests: Sequence[Digest]
@@ -125,17 +133,28 @@ class IndexReader:
         until_s = time.monotonic() + self._link.deadline_s
         try:
             values = await self._link.get_many(keys)
-            numbers = store_numbers(values)
-            names = [store_key(number) for number in numbers]
+            numbers, folders = store_numbers(values), folder_epochs(values)
+            names = [store_key(n) for n in numbers] + [folder_key(epoch) for epoch in folders]
             live = await self._link.get_many(names, until_s - time.monotonic())
-            epochs = _live(zip(numbers, live, strict=True))
+            epochs = _live(zip(numbers, live, strict=False))
+            mounted = _mounted(folders, live[len(numbers) :])
         except RedisAway:
             return frozenset()
         pairs = zip(digests, values, strict=True)
-        return frozenset(d for d, value in pairs if usable_tiers(value, kind, d, epochs))
+        return frozenset(d for d, value in pairs if usable_tiers(value, kind, d, epochs, mounted))
 
     async def close(self) -> None:
         await self._link.close()
+
+
+def _about(numbers: Iterable[int], folders: Iterable[int]) -> bytes:
+    names = [store_key(number) for number in numbers] + [folder_key(epoch) for epoch in folders]
+    return b"".join(map(packed_key, names))
+
+
+def _mounted(folders: Iterable[int], values: Iterable[bytes | None]) -> frozenset[int]:
+    pairs = zip(folders, values, strict=True)
+    return frozenset(epoch for epoch, value in pairs if value is not None)
 
 
 def _live(pairs: Iterable[tuple[int, bytes | None]]) -> dict[int, int]:

@@ -29,6 +29,7 @@ class Snapshot:
     index_lag_s: float
     pins: int
     pinned_bytes: int
+    index_swept: int = 0
 
 
 def group_names(shares: Iterable[DomainShare]) -> dict[int, str]:
@@ -71,6 +72,7 @@ def families(snapshot: Snapshot, names: Mapping[int, str]) -> Iterator[Family]:
         Metric.STORE_RECYCLED: stat.recycled,
         Metric.STORE_WRITE_ERRORS: stat.write_errors,
         Metric.STORE_READ_ERRORS: count.read_errors,
+        Metric.STORE_INDEX_SWEPT: snapshot.index_swept,
         Metric.STORE_INDEX_ERRORS: stat.index_errors,
     }
     for metric, value in plain.items():
@@ -140,6 +142,7 @@ _TEXTS = {
     Metric.STORE_DAMAGED: "objects that did not verify",
     Metric.STORE_DROPPED: "puts refused for want of room",
     Metric.STORE_UNSAVED: "objects that stay in memory only",
+    Metric.STORE_INDEX_SWEPT: "records removed of stores that are gone",
     Metric.STORE_READ_ERRORS: "batches of a read that failed in an unforeseen way: misses",
     Metric.STORE_INDEX_LAG: "time since the index last held everything; 0 when it does",
     Metric.STORE_PENDING: "objects that wait for their sync",

@@ -6,6 +6,7 @@ import contextlib
 
 from headrace.core.role import RoleSettings
 from headrace.kvstore.elsewhere import Elsewhere
+from headrace.kvstore.mounts import Mounts
 from headrace.kvstore.peers import Peers
 from headrace.kvstore.peers_serve import PeerServer
 from headrace.kvstore.publisher import Publisher
@@ -27,7 +28,12 @@ async def start_peers(
     clock, wire = store.state.clock, role.deployment.wire
     link = RedisLink(role.redis_url, settings.index_deadline_s, clock)
     elsewhere = Elsewhere(link, settings, clock, uid)
-    elsewhere.folders = [SharedFolder(path) for path in settings.shared_directories]
+    folders = [SharedFolder(path) for path in settings.shared_directories]
+    if folders:
+        mounts = Mounts(link, folders, role.deployment.leases.member_beat_s)
+        stack.push_async_callback(mounts.close)
+        await mounts.start()
+        elsewhere.folders = mounts.by_epoch
     store.peers = Peers(store.state, settings, elsewhere, role.token, wire)
     stack.push_async_callback(store.peers.close)
     if not settings.peer_listen:

@@ -16,9 +16,11 @@ from itertools import islice
 from headrace.core.clock import Clock
 from headrace.core.limits import LeaseTimes
 from headrace.core.states import Visibility, VisibilityEvent
+from headrace.kvstore.graves import say
 from headrace.kvstore.objects import Entry
 from headrace.kvstore.records import (
     ARENA_SEGMENT,
+    BEAT,
     FORGET,
     KIND_CODES,
     RECORD,
@@ -42,6 +44,7 @@ _BATCH = 256
 _SLICE = 32  # records made in one go: about 0.1 ms
 _GATHER_S = 0.005  # a call costs as much as thirty records
 _NUMBER_TRIES = 64
+_SAY_BEATS = 8  # every so many a store notes that its number is in use
 
 # KEYS: objects; ARGV[1]: this store's number as two bytes; ARGV[i + 1]: its records for KEYS[i].
 # Replaces this store's records and keeps all others'. A key of another type is replaced.
@@ -69,16 +72,6 @@ for i, key in ipairs(KEYS) do
   ours[i] = (type(value) ~= 'string' or value == ARGV[1]) and 1 or 0
 end
 return ours
-"""
-
-# Claim or renew a store number: KEYS[1] its key, ARGV: uid, live record, PX. Returns the record
-# that stood there ('' when none), or nil when another store has the number.
-_BEAT = """
-local value = redis.pcall('GET', KEYS[1])
-if type(value) ~= 'string' then value = '' end
-if #value >= 20 and string.sub(value, 13, 20) ~= ARGV[1] then return nil end
-redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
-return value
 """
 
 
@@ -271,7 +264,7 @@ class Publisher:
             number = (first + step) & 0xFFFF
             key = store_key(number)
             try:
-                stood = await self._link.script(_BEAT, [key], self._uid, live, life_ms)
+                stood = await self._link.script(BEAT, [key], self._uid, live, life_ms)
             except RedisAway:
                 if len(self._written) < _BATCH:
                     self._written.add(live)  # it may have arrived all the same
@@ -281,6 +274,9 @@ class Publisher:
         else:
             log.warning("no free store number in the index; objects are not listed")
             return
+        if number != self._number or self._beat % _SAY_BEATS == 1:
+            with contextlib.suppress(RedisAway):
+                await say(self._link, number)
         another = await self._is_another()  # asked every time: the next beat compares with this one
         if number != self._number or stood not in self._written or another:
             self._number = number

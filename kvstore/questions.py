@@ -33,6 +33,7 @@ class Topic(StrEnum):
     UNPIN = "unpin"  # {name} -> {ended}
     REPUBLISH = "republish"  # {} -> {objects}
     SCRUB = "scrub"  # {segment, drop} -> {sound, sound_bytes, damaged, segments}
+    SWEEP = "sweep"  # {} -> {stores, records}: removed from the index
     METRICS = "metrics"  # {} -> {text}: Prometheus exposition
 
 

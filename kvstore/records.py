@@ -3,6 +3,8 @@
     {kind}:{first 8 bytes of the namespace}:{first 16 bytes of the object's digest}   n x 40 bytes
     kv:store:{number}                                                   live store, PX lease
     claim:{kind}:...                                                    who persists an object, PX
+    store:folder:{epoch of tier shared}                                 somebody reads it, PX
+    store:numbers                                       sorted set: numbers in use, by time
 
 A value is the records of all places of one object, joined; a store replaces its own and touches no
 other's. A record counts only while its store's live record carries the same boot epoch.
@@ -11,7 +13,7 @@ other's. A record counts only while its store's live record carries the same boo
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,6 +48,7 @@ RECORDS = np.dtype(
 assert RECORDS.itemsize == RECORD_BYTES, "RECORDS is RECORD, for whole chains at once"
 _NAME_STARTS = {code: kind.value.encode() + b":" for kind, code in KIND_CODES.items()}
 _NO_TIER: frozenset[Tier] = frozenset()
+_SHARED_CODE = TIER_CODES[Tier.SHARED]
 _ONE_TIER = {code: frozenset((tier,)) for tier, code in TIER_CODES.items()}
 
 _LIVE = struct.Struct("<IQ8s")  # boot epoch | beat | store uid; then the address
@@ -70,6 +73,17 @@ for i, key in ipairs(KEYS) do
   end
 end
 return took
+"""
+
+
+# Claim or renew a store number: KEYS[1] its key, ARGV: uid, live record, PX. Returns the record
+# that stood there ('' when none), or nil when another store has the number.
+BEAT = """
+local value = redis.pcall('GET', KEYS[1])
+if type(value) ~= 'string' then value = '' end
+if #value >= 20 and string.sub(value, 13, 20) ~= ARGV[1] then return nil end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+return value
 """
 
 
@@ -170,6 +184,14 @@ def store_key(number: int) -> bytes:
     return b"kv:store:%d" % number
 
 
+NUMBERS_KEY = b"store:numbers"
+
+
+def folder_key(epoch: int) -> bytes:
+    """There as long as a living store has the shared folder mounted whose records carry this."""
+    return b"store:folder:%08x" % epoch
+
+
 @dataclass(frozen=True, slots=True)
 class LiveStore:
     """What a living store writes about itself with every beat. `beat` grows, so that a Redis which
@@ -195,9 +217,14 @@ class LiveStore:
 
 
 def usable_tiers(
-    value: object, kind: Kind, digest: Digest, epochs: Mapping[int, int]
+    value: object,
+    kind: Kind,
+    digest: Digest,
+    epochs: Mapping[int, int],
+    folders: Collection[int],
 ) -> frozenset[Tier]:
-    """Tiers in which `value` says the object lies, of stores that live with that boot epoch."""
+    """Tiers in which `value` says the object lies, of stores that live with that boot epoch, and of
+    shared folders that some living store reads."""
     if not isinstance(value, bytes) or not value or len(value) % RECORD_BYTES:
         return _NO_TIER
     tail, kind_code = digest_tail(digest), KIND_CODES[kind]
@@ -208,7 +235,13 @@ def usable_tiers(
         code = record[2] & ~WINDOW_TOO
         if tier is None or code not in KINDS_BY_CODE:
             return _NO_TIER
-        if code == kind_code and record[10] == tail and epochs.get(record[0]) == record[3]:
+        if code != kind_code or record[10] != tail:
+            continue
+        if record[1] == _SHARED_CODE:
+            alive = record[3] in folders
+        else:
+            alive = epochs.get(record[0]) == record[3]
+        if alive:
             found |= tier
     return found
 
@@ -222,3 +255,15 @@ def store_numbers(values: Iterable[bytes | None]) -> list[int]:
         for at in range(0, len(value), RECORD_BYTES)
     }
     return sorted(int.from_bytes(number, "little") for number in numbers)
+
+
+def folder_epochs(values: Iterable[bytes | None]) -> list[int]:
+    """The shared folders that any of these values names, in order."""
+    return sorted(
+        {
+            record.epoch
+            for value in values
+            for record in unpack_records(value or b"")
+            if record.tier is Tier.SHARED
+        }
+    )

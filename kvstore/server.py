@@ -23,12 +23,14 @@ from headrace.core.states import ReplicaState
 from headrace.kvstore.answers import stored_chain
 from headrace.kvstore.arena import create_arena, plan_regions
 from headrace.kvstore.files import FileCalls, lock_directory
+from headrace.kvstore.graves import Graves
 from headrace.kvstore.members import Beat, MemberBoard
 from headrace.kvstore.messages import STORE_MESSAGES
 from headrace.kvstore.metrics import Snapshot, StoreMetrics
 from headrace.kvstore.peers_start import start_peers
 from headrace.kvstore.pins import PinBook
 from headrace.kvstore.publisher import Publisher
+from headrace.kvstore.redis_link import RedisLink
 from headrace.kvstore.salts import SaltBook
 from headrace.kvstore.segments import SegmentFiles
 from headrace.kvstore.sessions import Session
@@ -93,6 +95,14 @@ async def run_store(
         writer = Writer(state, files, publisher, store, writing)
         pins = _take_up_pins(store, state, clock)
         service = Store(state, files, publisher, writer, reading, pins, store)
+        if role.redis_url:
+            service.graves = Graves(
+                RedisLink(role.redis_url, store.index_deadline_s, clock),
+                leases,
+                clock,
+                store.forget_stores_s,
+            )
+            stack.push_async_callback(service.graves.close)
         if (store.peer_listen or store.shared_directories) and role.redis_url:
             await start_peers(stack, role, store, service, publisher, files.uid)
         if store.metrics_port:
@@ -204,6 +214,8 @@ async def _serve(
         asyncio.create_task(_expire(store), name="store-expiry"),
         asyncio.create_task(stop.wait(), name="store-stop"),
     }
+    if store.graves is not None:
+        tasks.add(asyncio.create_task(store.graves.run(), name="store-graves"))
     server, address = await serve_links(role.listen, on_link, STORE_MESSAGES, role.token, limits)
     os.chmod(parse_address(address)[1], 0o600)
     member = _member(role, store.state.boot, address)

@@ -67,6 +67,7 @@ class StoreSettings(StorePolicy):
     recompute_window_tokens: int = 2_540  # rows that a missing window record costs
     absent_s: float = 0.5  # how long an object is believed absent from the index
     absent_keys: int = 65_536
+    forget_stores_s: float = 3600.0  # a store gone for so long leaves the index; 0: never
 
     def __post_init__(self) -> None:
         StorePolicy.__post_init__(self)
@@ -100,6 +101,7 @@ class StoreSettings(StorePolicy):
             ("peer_least_s", 0.001, 60.0),
             ("recompute_tokens_per_s", 1.0, 1e9),
             ("absent_s", 0.0, 60.0),
+            ("forget_stores_s", 0.0, 1e8),
         ):
             check_number(name, getattr(self, name), low, high)
 

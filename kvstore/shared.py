@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.core.errors import ConfigError
@@ -36,7 +36,7 @@ def uid_epoch(uid: bytes) -> int:
 class SharedFolder:
     """Another store's directory, as this host sees it. Blocking; used from I/O threads.
 
-    The store's id is read when it is first asked for; a directory without one holds nothing yet.
+    `look` finds out whose it is; nothing can be read before that.
     Raises `ConfigError` when `path` is no directory."""
 
     def __init__(self, path: str, calls: FileCalls | None = None) -> None:
@@ -51,16 +51,19 @@ class SharedFolder:
         """What transfers from here are grouped by."""
         return f"shared://{self._path}"
 
-    def uid(self) -> bytes:
-        """The id of the store that owns it; empty as long as it has written nothing."""
-        if not self._uid:
-            for path in segment_paths(self._path):
-                with contextlib.suppress(OSError), self._opened(path) as descriptor:
-                    header = self._segment_header(descriptor)
-                    if header is not None:
-                        self._uid = header.uid
-                        break
-        return self._uid
+    def look(self) -> bytes:
+        """The id of the store that owns it now; empty while it has written nothing. Raises
+        `OSError` when the folder cannot be read."""
+        paths = segment_paths(self._path)
+        if not paths and not self._path.is_dir():
+            raise FileNotFoundError(str(self._path))
+        for path in paths:
+            with contextlib.suppress(OSError), self._opened(path) as descriptor:
+                header = self._segment_header(descriptor)
+                if header is not None:
+                    self._uid = header.uid
+                    return self._uid
+        return b""
 
     def header(self, record: IndexRecord) -> SlotHeader | None:
         """The header of the slot that a record names; None unless it is that slot in that use."""
@@ -125,8 +128,3 @@ class SharedFolder:
             yield descriptor
         finally:
             self._calls.close(descriptor)
-
-
-def folders_by_epoch(folders: Sequence[SharedFolder]) -> dict[int, SharedFolder]:
-    """Folders by what their records carry; those that hold nothing yet are left out."""
-    return {uid_epoch(uid): folder for folder in folders if (uid := folder.uid())}

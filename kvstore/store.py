@@ -11,11 +11,12 @@ from functools import partial
 from typing import TypeAlias
 
 from headrace.core import faults
-from headrace.core.errors import WireError
+from headrace.core.errors import ConfigError, WireError
 from headrace.core.ids import Digest, JobKey
 from headrace.core.messages import Place
 from headrace.kvstore.answers import Answers
 from headrace.kvstore.counters import UNKNOWN
+from headrace.kvstore.graves import Graves
 from headrace.kvstore.layout import ObjectFacts
 from headrace.kvstore.loads import Loader
 from headrace.kvstore.messages import Reserve, cut_digests, unpack_sizes
@@ -25,6 +26,7 @@ from headrace.kvstore.peers import Peers
 from headrace.kvstore.peers_serve import PeerServer
 from headrace.kvstore.pins import PinBook
 from headrace.kvstore.publisher import Publisher
+from headrace.kvstore.redis_link import RedisAway
 from headrace.kvstore.scrubbing import scrub_segment
 from headrace.kvstore.segments import SegmentFiles
 from headrace.kvstore.settings import Kind, StoreSettings, StoreStat
@@ -54,6 +56,7 @@ class Store:
         self.pins = pins
         self.peers: Peers | None = None  # who is asked for what is not here,
         self.door: PeerServer | None = None  # and where others ask
+        self.graves: Graves | None = None  # who clears up behind stores that are gone
         self.connections = 0
         self._files = files
         self._publisher = publisher
@@ -70,6 +73,7 @@ class Store:
             publisher.republish,
             StoreMetrics(self.snapshot, shares).text,
             partial(scrub_segment, state, files, threads),
+            self._sweep,
         )
 
     # reading ---------------------------------------------------------------------------------
@@ -323,7 +327,17 @@ class Store:
     def snapshot(self) -> Snapshot:
         """What a scrape shows of this moment."""
         lag_s = self._publisher.lag_s
-        return Snapshot(self.stat(), self.state.count, lag_s, len(self.pins), self.pins.held_bytes)
+        swept = self.graves.swept_records if self.graves else 0
+        pins = self.pins
+        return Snapshot(self.stat(), self.state.count, lag_s, len(pins), pins.held_bytes, swept)
+
+    async def _sweep(self) -> tuple[int, int]:
+        if self.graves is None:
+            raise ConfigError("this store has no index to sweep: the cluster has no Redis")
+        try:
+            return await self.graves.sweep_all()
+        except RedisAway:
+            raise ConfigError("Redis does not answer; the sweep may be begun anew") from None
 
     def stat(self) -> StoreStat:
         state, count = self.state, self.state.count

@@ -132,16 +132,16 @@ def test_a_record_counts_only_whole_live_and_of_this_object():
     live = {513: 2**32 - 1}
     both = frozenset((Tier.HOST, Tier.SSD))
     value = ssd.pack() + host.pack()
-    assert usable_tiers(value, Kind.KV, digest, live) == both
-    assert usable_tiers(value, Kind.SWA, digest, live) == frozenset()
-    assert usable_tiers(value, Kind.KV, Digest(bytes(32)), live) == frozenset()
-    assert usable_tiers(value, Kind.KV, digest, {513: 1}) == frozenset()  # an earlier life
-    assert usable_tiers(value, Kind.KV, digest, {}) == frozenset()
-    assert usable_tiers(value[:-1], Kind.KV, digest, live) == frozenset()
-    assert usable_tiers(value + b"x" * 40, Kind.KV, digest, live) == frozenset()
-    assert usable_tiers(None, Kind.KV, digest, live) == frozenset()
+    assert usable_tiers(value, Kind.KV, digest, live, ()) == both
+    assert usable_tiers(value, Kind.SWA, digest, live, ()) == frozenset()
+    assert usable_tiers(value, Kind.KV, Digest(bytes(32)), live, ()) == frozenset()
+    assert usable_tiers(value, Kind.KV, digest, {513: 1}, ()) == frozenset()  # an earlier life
+    assert usable_tiers(value, Kind.KV, digest, {}, ()) == frozenset()
+    assert usable_tiers(value[:-1], Kind.KV, digest, live, ()) == frozenset()
+    assert usable_tiers(value + b"x" * 40, Kind.KV, digest, live, ()) == frozenset()
+    assert usable_tiers(None, Kind.KV, digest, live, ()) == frozenset()
     other = replace(ssd, store=9, epoch=4).pack()
-    assert usable_tiers(other + host.pack(), Kind.KV, digest, live) == {Tier.HOST}
+    assert usable_tiers(other + host.pack(), Kind.KV, digest, live, ()) == {Tier.HOST}
 
 
 def test_live_records_come_back_or_are_none():

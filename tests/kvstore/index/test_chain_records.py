@@ -21,6 +21,7 @@ from headrace.kvstore.records import (
 from headrace.kvstore.settings import Kind, Tier
 
 EPOCHS = {1: 10, 2: 20, 7: 70}
+FOLDER = 99  # mounted somewhere
 
 
 def digests(count: int) -> list[Digest]:
@@ -38,11 +39,12 @@ def made_up(source: random.Random, digest: Digest, trouble: float) -> bytes | No
     out = b""
     for _ in range(source.choice([1, 1, 1, 2, 3])):
         store = source.choice([1, 2, 7])
+        tier = source.choice([Tier.HOST, Tier.SSD, Tier.SHARED])
         record = IndexRecord(
             odd(store, 3, 65_535),
-            source.choice([Tier.HOST, Tier.SSD]),
+            tier,
             Kind.KV if source.random() > trouble else source.choice([Kind.SWA, Kind.MM]),
-            odd(EPOCHS[store], 0, EPOCHS[store] + 1),
+            odd(FOLDER if tier is Tier.SHARED else EPOCHS[store], 0, FOLDER, EPOCHS[store]),
             *(source.randrange(1 << 32) for _ in range(4)),
             source.randrange(1 << 64),
             0,
@@ -56,15 +58,15 @@ def made_up(source: random.Random, digest: Digest, trouble: float) -> bytes | No
 def one_at_a_time(values, keys) -> tuple[int, dict[Tier, int], set[int]]:
     blocks, by_tier, windows = 0, {}, set()
     for number, (value, key) in enumerate(zip(values, keys, strict=True)):
-        tiers = usable_tiers(value, Kind.KV, key, EPOCHS)
+        tiers = usable_tiers(value, Kind.KV, key, EPOCHS, (FOLDER,))
         if not tiers:
             break
         blocks += 1
-        tier = Tier.HOST if Tier.HOST in tiers else Tier.SSD
+        tier = next(t for t in (Tier.HOST, Tier.SSD, Tier.SHARED) if t in tiers)
         by_tier[tier] = by_tier.get(tier, 0) + 1
         for begin in range(0, len(value), 40):
             record = value[begin : begin + 40]
-            alone = usable_tiers(record, Kind.KV, key, EPOCHS)
+            alone = usable_tiers(record, Kind.KV, key, EPOCHS, (FOLDER,))
             if alone and record[3] & 0x80:
                 windows.add(number)
     return blocks, by_tier, windows
@@ -77,7 +79,7 @@ def test_a_chain_at_once_is_what_its_values_say_one_by_one(trouble):
     for _ in range(60):
         keys = digests(source.choice([1, 2, 17, 200]))
         values = [made_up(source, key, trouble) for key in keys]
-        found = ChainRecords(values, b"".join(keys)).hits(EPOCHS)
+        found = ChainRecords(values, b"".join(keys)).hits(EPOCHS, {FOLDER})
         assert (found.blocks, dict(found.by_tier), set(found.windows)) == one_at_a_time(
             values, keys
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import struct
@@ -12,7 +13,7 @@ import pytest
 import redis
 
 from headrace.core.errors import ConfigError
-from headrace.kvstore import Kind, StoreClient
+from headrace.kvstore import IndexReader, Kind, StoreClient
 from headrace.kvstore.files import FileCalls
 from headrace.kvstore.layout import SEGMENT_HEADER_BYTES, SegmentHeader
 from headrace.kvstore.records import TIER_CODES, IndexRecord, record_key, unpack_records
@@ -53,6 +54,16 @@ async def _read(client, things, numbers) -> list[int]:
     return found
 
 
+async def _hits(router, namespace, digests):
+    """A look-up that Redis answered in time."""
+    for _ in range(100):
+        hits = await router.hit_blocks(namespace, digests)
+        if router.healthy:
+            return hits
+        await asyncio.sleep(0.1)
+    raise AssertionError("Redis did not answer")
+
+
 def _records(pair, things, number) -> tuple[IndexRecord, ...]:
     client = redis.Redis.from_url(pair.a.role.redis_url)
     value = client.get(record_key(Kind.KV, things.namespace, things.digest(number)))
@@ -86,6 +97,12 @@ async def test_the_owner_is_dead_and_its_objects_are_read(
     await pair.listed(a)
     await a.close()
     owner.kill()
+    plain = redis.Redis.from_url(valkey.url)
+    plain.delete(*plain.keys("kv:store:*"))  # as when its lease has run out
+    plain.close()
+    digests = [things.digest(n) for n in range(12)]
+    router = IndexReader(valkey.url)
+    assert (await _hits(router, things.namespace, digests)).blocks == 0  # nobody reads it
     await pair.b.start(
         peer_listen="",
         shared_directories=(f"{home}/store",),
@@ -93,8 +110,16 @@ async def test_the_owner_is_dead_and_its_objects_are_read(
         index_deadline_s=3.0,
     )
     b = await pair.b.client()
+    hits = await _hits(router, things.namespace, digests)
+    assert (hits.blocks, dict(hits.by_tier)) == (12, {Tier.SHARED: 12})
     assert await _read(b, things, range(12)) == list(range(12))
     assert (await b.stat()).peer_fetched == 12
+
+    async def nearer() -> bool:  # b's own copies are not listed: they are another's objects
+        return (await _hits(router, things.namespace, digests)).by_tier == {Tier.SHARED: 12}
+
+    assert await nearer()
+    await router.close()
 
 
 async def test_a_reused_segment_is_a_miss_and_costs_the_record(pair, things, when_idle, wait_until):
@@ -161,7 +186,7 @@ async def test_a_segment_that_is_reused_under_the_read_does_not_count(pair, thin
 
     calls = Reusing()
     folder = SharedFolder(pair.a.settings.directory, calls)
-    assert len(folder.uid()) == 8
+    assert len(folder.look()) == 8
     dest = memoryview(bytearray(3000))
     assert folder.read(record, dest) == record.checksum  # the control
     calls.armed = True
