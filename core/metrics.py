@@ -62,3 +62,4 @@ class Metric(StrEnum):
     STORE_LOAD_SECONDS = "headrace_store_load_seconds"
     STORE_SYNC_SECONDS = "headrace_store_sync_seconds"
     INDEX_ERRORS = "headrace_index_errors_total"
+    SALT_DIFFERS = "headrace_router_salt_differs"

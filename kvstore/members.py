@@ -3,6 +3,7 @@
     headrace:{cluster}:member:role:name   core.card.Member as msgpack, PX member_s
     headrace:{cluster}:members            sorted set of these keys, score = Unix seconds
     headrace:{cluster}:age                random bytes set once: gone when Redis lost its memory
+    headrace:{cluster}:salt               mark of the salt that the routers use, PX member_s
 
 An empty answer and a lost memory look alike in the records; the third key tells them apart.
 """
@@ -43,6 +44,20 @@ return 0
 """
 
 
+# KEYS[1]: the mark, ARGV: this router's, PX. 1 when it stands there now.
+_SAME_SALT = """
+local value = redis.pcall('GET', KEYS[1])
+if type(value) == 'string' and value ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+
+_LEAVE_SALT = """
+if redis.pcall('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+
+
 class MemberBoard:
     """The members of one cluster. No method raises for what Redis does.
 
@@ -64,6 +79,7 @@ class MemberBoard:
         self._prefix = f"headrace:{{{cluster}}}:"
         self._set_key = f"{self._prefix}members"
         self._age_key = f"{self._prefix}age"
+        self._salt_key = f"{self._prefix}salt"
         self._known: dict[str, Member] = {}
         self._age: bytes | None = None
         self._grace_until_s = 0.0
@@ -146,6 +162,21 @@ class MemberBoard:
         self.stale = now_s < self._grace_until_s
         self._known = {**self._known, **found} if self.stale else found
         return self._sorted()
+
+    async def same_salt(self, mark: bytes) -> bool:
+        """Say which salt this router uses; False while another one of this cluster lives and uses
+        another. True too when Redis does not answer: then nobody finds anything anyway."""
+        life_ms = max(1, round(self._times.member_s * 1000))
+        try:
+            key = self._salt_key.encode()
+            return bool(await self._link.script(_SAME_SALT, [key], mark, life_ms))
+        except RedisAway:
+            return True
+
+    async def leave_salt(self, mark: bytes) -> None:
+        """A router ends: whoever of the others lives says the mark again with its next beat."""
+        with contextlib.suppress(RedisAway):
+            await self._link.script(_LEAVE_SALT, [self._salt_key.encode()], mark)
 
     async def close(self) -> None:
         await self._link.close()

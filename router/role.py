@@ -14,6 +14,7 @@ from prometheus_client.core import Metric as Family
 
 from headrace.core import faults
 from headrace.core.card import Member, Role
+from headrace.core.errors import ConfigError
 from headrace.core.ids import BootId, new_boot_id
 from headrace.core.messages import Hello
 from headrace.core.metrics import Metric
@@ -89,12 +90,15 @@ class RouterProcess:
         )
         self.desk.attach(self.replicas)
         self._fetcher = fetcher or Fetcher(router.fetch)
+        salts = SaltBook.ensure(router.salt_directory)
+        self._salt_mark = salts.mark
+        self.salt_differs = False
         generator = Generator(
             router,
             deployment,
             self.desk,
             Protocols(vocabulary),
-            SaltBook.ensure(router.salt_directory),
+            salts,
             self._fetcher,
         )
         keys = KeyRing(router.keys, deployment.edge.key_chars)
@@ -102,7 +106,14 @@ class RouterProcess:
         self.meters.watch(self._gauges)
 
     async def serve(self, ready: Ready | None, stop: asyncio.Event) -> None:
-        """Bind, follow the membership, announce, serve until `stop`, drain."""
+        """Bind, follow the membership, announce, serve until `stop`, drain. Raises `ConfigError`
+        while another router of this cluster serves with another salt."""
+        if not await self._board.same_salt(self._salt_mark):
+            raise ConfigError(
+                "another router of this cluster uses another salt, so neither would find what the"
+                f" other's requests stored: copy its file `salt` to {self._router.salt_directory}"
+                " (mode 600), or wait for the end of that router"
+            )
         listener = bind(self._router.host, self._router.port)
         host, port = listener.getsockname()[:2]
         server = make_server(self.app, self._role.deployment.edge)
@@ -111,6 +122,7 @@ class RouterProcess:
         member = self._member(self._boot, f"tcp://{host}:{port}")
         beat = Beat(self._board, lambda: self._now(member), self._role.deployment.leases)
         await beat.start()
+        watching = asyncio.create_task(self._watch_salt(), name="router-salt")
         try:
             if ready is not None:
                 ready(member)
@@ -122,11 +134,22 @@ class RouterProcess:
             await beat.now()
             await self._drain()
         finally:
+            watching.cancel()
+            await self._board.leave_salt(self._salt_mark)
             await beat.stop()
             server.should_exit = True
             await asyncio.wait({serving})
             listener.close()
         serving.result()
+
+    async def _watch_salt(self) -> None:
+        """Two that began while Redis was away learn of each other later: they serve, and say so."""
+        while True:
+            await asyncio.sleep(self._role.deployment.leases.member_beat_s)
+            differs = not await self._board.same_salt(self._salt_mark)
+            if differs and not self.salt_differs:
+                log.error("another router of this cluster uses another salt: no hits in common")
+            self.salt_differs = differs
 
     async def close(self) -> None:
         await self.replicas.close()
@@ -204,4 +227,5 @@ class RouterProcess:
         late: dict[tuple[str, ...], float] = {(kind,): n for kind, n in desk.late.items()}
         yield count(Metric.LATE_MESSAGES, "of attempts that had ended", ("kind",), late)
         yield count(Metric.WIRE_REFUSED, "connections ended for what came", each, refused)
+        yield gauge(Metric.SALT_DIFFERS, "from another router's", (), {(): self.salt_differs})
         yield count(Metric.INDEX_ERRORS, "look-ups failed", (), {(): self._index.errors})

@@ -27,8 +27,8 @@ from headrace.kvstore.workshop.shipping import (
     PrefixFile,
     Progress,
     check_target,
+    mark_of,
     read_objects,
-    salt_mark,
     sizes_of,
     verify_file,
     write_file,
@@ -57,7 +57,7 @@ def export_chains(
     wanted = _with_windows(directory.objects(), namespace, tips)
     payload_bytes = sum(header.facts.payload_bytes for _, header in wanted)
     about = PrefixFile(
-        len(wanted), payload_bytes, int(time.time()), namespace, salt_mark(directory.path)
+        len(wanted), payload_bytes, int(time.time()), namespace, mark_of(directory.path)
     )
 
     def objects() -> Iterator[tuple[SlotHeader, bytearray]]:
@@ -165,7 +165,7 @@ def import_file(
     found = directory.objects()
     about = verify_file(path, lambda done, total: progress(done, 2 * total))
     namespaces = {header.facts.namespace for _, header in found.values()}
-    check_fits(about, salt_mark(directory.path), namespaces, force=force)
+    check_fits(about, mark_of(directory.path), namespaces, force=force)
     facts_here = [header.facts for _, header in found.values()]
     check_sizes(directory, about.namespace, sizes_of(path), facts_here)
     slots = _FreeSlots(directory)

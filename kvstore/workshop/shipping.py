@@ -10,7 +10,6 @@ whoever wrote it computed them honestly: import files as you would load weights.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 import struct
@@ -24,7 +23,7 @@ import xxhash
 from headrace.core.errors import HeadraceError
 from headrace.kvstore.layout import HEADER_BYTES, SlotHeader, checksum
 from headrace.kvstore.records import ARENA_SEGMENT
-from headrace.kvstore.salts import SALT_BYTES
+from headrace.kvstore.salts import SALT_BYTES, salt_mark
 from headrace.kvstore.segment_names import segment_paths
 from headrace.kvstore.settings import Kind
 
@@ -58,8 +57,8 @@ class PrefixFile:
     mark: bytes
 
 
-def salt_mark(directory: Path) -> bytes:
-    """A digest of a store's salt. Digests of blocks begin with the salt of their cache domain, so a
+def mark_of(directory: Path) -> bytes:
+    """The mark of a store's salt. Digests of blocks begin with the salt of their cache domain, so a
     chain from a store with another salt would never be found: marks must be equal. Raises
     `FileRefused` when there is no whole salt."""
     try:
@@ -68,7 +67,7 @@ def salt_mark(directory: Path) -> bytes:
         raise FileRefused(f"{directory / 'salt'} cannot be read ({error.strerror})") from None
     if len(salt) != SALT_BYTES:
         raise FileRefused(f"{directory / 'salt'} must hold {SALT_BYTES} bytes, has {len(salt)}")
-    return hashlib.sha256(b"headrace salt mark" + salt).digest()
+    return salt_mark(salt)
 
 
 def write_file(

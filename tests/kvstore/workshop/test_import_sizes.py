@@ -28,7 +28,7 @@ def made(filled, things, tmp_path, no_progress):
             header = SlotHeader(facts, checksum(payload), ARENA_SEGMENT, block, 0, 6)
             objects.append((header, payload))
             parent = digest
-        about = shipping.PrefixFile(len(sizes), sum(sizes), 6, space, shipping.salt_mark(filled))
+        about = shipping.PrefixFile(len(sizes), sum(sizes), 6, space, shipping.mark_of(filled))
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.hrpx"
         shipping.write_file(path, objects, about, no_progress)
         return path
