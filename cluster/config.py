@@ -49,6 +49,7 @@ Section = dict[str, Any]
 MAX_REPLICAS = 64
 DOMAIN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ENGINE_POOLS = (Role.VISION, Role.PREFILL, Role.DECODE)
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://", "redis-sentinel://", "redis-cluster://")
 STORE_DEFAULTS = {"arena_bytes": 256 << 20, "ssd_bytes": 512 << 20, "segment_bytes": 32 << 20}
 
 
@@ -74,13 +75,14 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class Redis:
-    """`url` as redis-py takes it (redis://, rediss://, unix://); "" starts an embedded server."""
+    """`url` as redis-py takes it (redis://, rediss://, unix://), several servers as
+    docs/kv-format.md tells; "" starts an embedded server."""
 
     url: str = ""
 
     def __post_init__(self) -> None:
-        if self.url and not self.url.startswith(("redis://", "rediss://", "unix://")):
-            raise ConfigError("url must begin with redis://, rediss:// or unix://")
+        if self.url and not self.url.startswith(REDIS_SCHEMES):
+            raise ConfigError(f"url must begin with one of {', '.join(REDIS_SCHEMES)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +169,16 @@ class ClusterConfig:
         return read_record(VisionSettings, self.vision, "vision")
 
     def store_settings(self, run: RunDir) -> StoreSettings:
-        """Settings of the store; slot sizes as the leader wrote them down, or computed here."""
+        """Settings of the store; slot sizes as the leader wrote them down, or computed here.
+
+        With a Redis of its own a cluster may have stores on several hosts: then each serves the
+        others where its roles listen, unless `store.peer_listen` says otherwise ("": it does not).
+        """
         from headrace.kvstore import StoreSettings
 
         sizes = run.read_sizes(self._weights_name) or self.slot_sizes()
-        values = {"directory": str(run.store_directory), **STORE_DEFAULTS, **self.store}
+        peers = {"peer_listen": self._peer_listen} if self.redis.url else {}
+        values = {"directory": str(run.store_directory), **STORE_DEFAULTS, **peers, **self.store}
         return read_record(StoreSettings, values, "store", fixed=asdict(sizes))
 
     def slot_sizes(self) -> SlotSizes:
@@ -200,6 +207,11 @@ class ClusterConfig:
         }
         values = {"tokenizer": self._tokenizer, **self.router}
         return read_record(RouterSettings, values, "router", fixed=fixed)
+
+    @property
+    def _peer_listen(self) -> str:
+        host = f"[{self.listen_host}]" if ":" in self.listen_host else self.listen_host
+        return "" if self.listen_host in ("0.0.0.0", "::") else f"tcp://{host}:0"
 
     @property
     def _tokenizer(self) -> str:

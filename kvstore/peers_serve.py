@@ -74,6 +74,11 @@ class PeerServer:
         scheme, host, port = parse_address(address)
         if scheme != "tcp":
             raise ConfigError(f"peer_listen must be tcp://host:port, got {scheme}")
+        if host in ("0.0.0.0", "::"):
+            raise ConfigError(
+                "peer_listen must name an address that other hosts reach this one by, since they"
+                f" are told it, got {address}"
+            )
         self._loop = asyncio.get_running_loop()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         made = socket.socket(family, socket.SOCK_STREAM)

@@ -82,7 +82,7 @@ REFUSED = {
         "deployment: {leases: {member_s: 1, member_beat_s: 1}}",
         "deployment: leases.member_s must be above leases.member_beat_s (1.0)",
     ),
-    "redis": ("redis: {url: 'http://x'}", "url must begin with redis://"),
+    "redis": ("redis: {url: 'http://x'}", "url must begin with one of redis://, rediss://"),
 }
 
 

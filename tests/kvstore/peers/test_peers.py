@@ -6,6 +6,9 @@ import asyncio
 import threading
 import time
 
+import pytest
+
+from headrace.core.errors import ConfigError
 from headrace.kvstore import Kind
 
 
@@ -167,3 +170,11 @@ async def test_serving_others_keeps_the_loop_of_the_store_free(pair, things):
         await asyncio.sleep(0)
     stop.set()
     assert slowest_s < 5.0
+
+
+async def test_an_address_that_no_other_host_can_reach_is_refused(pair):
+    with pytest.raises(
+        ConfigError, match="peer_listen must name an address .* got tcp://0.0.0.0:0"
+    ):
+        await pair.a.start(peer_listen="tcp://0.0.0.0:0")
+    pair.a.task = None
