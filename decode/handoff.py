@@ -115,6 +115,8 @@ class Counts:
     damaged: int = 0  # objects that did not verify
     loaded_blocks: int = 0
     loaded_bytes: int = 0
+    fetched_blocks: int = 0  # told to be at another host, and brought by this host's store
+    unreached_blocks: int = 0  # the same, and not brought: their rows are computed
     committed_blocks: int = 0
     commits_dropped: int = 0  # write-behind was full, or the store took it not
     parkings: int = 0  # jobs that gave way, each time

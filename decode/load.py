@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -22,6 +22,10 @@ from headrace.engine import Engine, PictureRows, spans_to_run
 from headrace.kvstore import ClassStores, Kind, StoreClient, read_objects
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+# Another host's store lists what was sealed a moment later, and ours believes for `absent_s` (half
+# a second) that what it asked for is nowhere: so it is asked again after these pauses.
+_AGAIN_S = (0.1, 0.7, 1.4)
 
 
 def read_verified(store: StoreClient, place: Place, digest: Digest, n_bytes: int) -> bytes | None:
@@ -227,6 +231,7 @@ class Loader:
         self, job: Job, store: StoreClient, items: list[tuple[int, Place, Digest]]
     ) -> None:
         began_s, n_bytes = self._clock.now_s(), self._card.block_bytes
+        items = await self._fetched(job, store, items)
 
         def write(index: int, payload: bytes) -> bool:
             return self._engine.write_fill(job.fills[index], payload)
@@ -250,12 +255,34 @@ class Loader:
                 await store.doom(place, digest)
         self._load(job, again)
 
+    async def _fetched(
+        self, job: Job, store: StoreClient, items: list[tuple[int, Place, Digest]]
+    ) -> list[tuple[int, Place, Digest]]:
+        """`items` with the places that other hosts' stores told of replaced by those at which this
+        host's store has brought the blocks; what it could not bring stays as it is, a miss."""
+        far = [digest for _, place, digest in items if store.is_elsewhere(place)]
+        if not far:
+            return items
+        found = await _asked_again(
+            lambda: store.open_objects(Kind.KV, far, job.key), lambda places: None not in places
+        )
+        near = {d: place for d, place in zip(far, found, strict=True) if place is not None}
+        self._counts.fetched_blocks += len(near)
+        self._counts.unreached_blocks += len(far) - len(near)
+        return [(index, near.get(digest, place), digest) for index, place, digest in items]
+
     async def _load_window(self, job: Job, message: WindowReady) -> None:
         """With a lease of the job's own: a resume may start from the record again, long after
         prefill let it go."""
         position, place = message.position, message.place
         block = job.handoff.digests[position // GRAIN - 1]
-        if (found := await self._store.open_windows([(position, block)], job.key)) is not None:
+        pauses_s = _AGAIN_S if self._store.is_elsewhere(place) else ()
+        found = await _asked_again(
+            lambda: self._store.open_windows([(position, block)], job.key),
+            lambda window: window is not None,
+            pauses_s,
+        )
+        if found is not None:
             place = found[1]
         payload = await self._read_window(job, place, message.digest)
         if payload is not None:
@@ -292,6 +319,21 @@ class Loader:
         job.loads.add(task)
         task.add_done_callback(job.loads.discard)
         task.add_done_callback(_log_failure)
+
+
+async def _asked_again(
+    ask: Callable[[], Awaitable[T]],
+    whole: Callable[[T], bool],
+    pauses_s: Sequence[float] = _AGAIN_S,
+) -> T:
+    """The first answer that is whole, or the last one."""
+    answer = await ask()
+    for pause_s in pauses_s:
+        if whole(answer):
+            break
+        await asyncio.sleep(pause_s)
+        answer = await ask()
+    return answer
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -77,6 +77,7 @@ class StoreClient:
         self._connection: Connection | None = None
         # Kept while the store is away: bytes that are mapped and verify are right, whoever died.
         self._mapped: tuple[BootId, Arena] | None = None
+        self._boots: set[BootId] = set()  # lives of this host's store that this client met
         self._keeper: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0  # the loop's
@@ -137,6 +138,7 @@ class StoreClient:
                 self._leases.clear()
             self._connection = connection
             self._mapped = (connection.boot, connection.arena)
+            self._boots.add(connection.boot)
             self._reserved.clear()
             self.attaches += 1
             self._attached.set()
@@ -216,6 +218,11 @@ class StoreClient:
             return nothing
         self._leases.note(lease, any(place is not None for place in places))
         return places if len(places) == len(digests) else nothing
+
+    def is_elsewhere(self, place: Place) -> bool:
+        """Whether a place is in no life of this host's store that this client knows: then another
+        host's, and to be asked for by digest, which fetches it from there."""
+        return bool(self._boots) and place.store not in self._boots
 
     def read_into(self, place: Place, digest: Digest, dest: bytearray | memoryview) -> bool:
         """Copy the payload at `place` into `dest` (at least `place.payload_bytes` bytes), verified.

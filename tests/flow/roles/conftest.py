@@ -89,12 +89,7 @@ class Cluster:
         )
 
     async def handoff(
-        self,
-        request: GenRequest,
-        decode: int = 0,
-        *,
-        router: Any = None,
-        **options: Any,
+        self, request: GenRequest, decode: int = 0, *, router: Any = None, **options: Any
     ) -> Any:
         """Dispatch with prefill; decode is named when prefill asks, or as `bind` says."""
         router = router or self.router
@@ -247,6 +242,11 @@ async def replicas(
     finally:
         await router.close()
         await asyncio.gather(*(replica.close() for replica in (prefill, *decodes)))
+
+
+@pytest.fixture(scope="session")
+def starters() -> tuple[Any, Any]:
+    return store_task, replicas
 
 
 @pytest.fixture(scope="module")
