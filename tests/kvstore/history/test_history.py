@@ -43,7 +43,7 @@ def test_a_short_history_of_two_hosts(play, seed):
 
 
 def test_a_wrong_answer_would_be_noticed(play, seed):
-    """The control: clients that lie about one get in a hundred."""
+    """The control: clients that lie about every twentieth get."""
     report = play(seed, 3.0, lie=True)
     assert report.wrong and all(line.startswith("worker") for line in report.wrong)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import struct
 from dataclasses import replace
@@ -220,3 +221,162 @@ def test_a_second_owner_is_refused(start_process):
 
 def test_the_code_of_the_tier_is_fixed():
     assert TIER_CODES[Tier.SHARED] == 3 and struct.calcsize("<HBBIIIIIQII") == 40
+
+
+# attacks on a reader ------------------------------------------------------------------------------
+
+
+class Delayed(FileCalls):
+    """A network file system that shows some pages as they were at the last `snapshot`, others as
+    they are: by the seed, anew for every call."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder, self._draw = folder, random.Random(seed)
+        self._old: dict[str, bytes] = {}
+        self._paths: dict[int, Path] = {}
+        self.stale = 0  # pages that were shown as they had been
+
+    def snapshot(self) -> None:
+        self._old = {path.name: path.read_bytes() for path in self._folder.glob("*.seg")}
+
+    def open(self, path: Path, **options) -> int:
+        descriptor = super().open(path, **options)
+        self._paths[descriptor] = path
+        return descriptor
+
+    def preadv(self, descriptor, buffers, offset):
+        got = super().preadv(descriptor, buffers, offset)
+        old = self._old.get(self._paths[descriptor].name)
+        if old is None:
+            return got
+        (dest,) = buffers
+        share = self._draw.choice((0.0, 0.1, 0.5, 0.9, 1.0))
+        begin = offset
+        while begin < offset + got:
+            end = min(begin - begin % 4096 + 4096, offset + got)
+            if (
+                self._draw.random() < share
+                and dest[begin - offset : end - offset] != old[begin:end]
+            ):
+                dest[begin - offset : end - offset] = old[begin:end]
+                self.stale += 1
+            begin = end
+        return got
+
+
+async def _all_shared(pair) -> list[tuple[bytes, IndexRecord]]:
+    """Every record of tier shared, with the 16 bytes of its digest."""
+    client = redis.Redis.from_url(pair.a.role.redis_url)
+    found = [
+        (key[-16:], record)
+        for key in client.keys("kv:*")
+        if not key.startswith(b"kv:store:")
+        for record in unpack_records(client.get(key) or b"")
+        if record.tier is Tier.SHARED
+    ]
+    client.close()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_pages_that_come_late_are_misses_and_never_wrong(pair, things, when_idle, seed):
+    """The owner reuses its segments; a reader sees any mixture of what is and what was."""
+    await pair.a.start(
+        peer_listen="", shared=True, ssd_bytes=2 * (64 << 10), segment_bytes=64 << 10,
+        arena_bytes=120_000, index_deadline_s=3.0,
+    )  # fmt: skip
+    a = await pair.a.client()
+    folder = Path(pair.a.settings.directory)
+    calls = Delayed(folder, seed)
+    by_digest = {things.digest(n)[:16]: things.payload(n) for n in range(200)}
+    right = wrong = missed = 0
+    known: list[tuple[bytes, IndexRecord]] = []
+    for begin in range(0, 100, 10):
+        await a.put(Kind.KV, things.blocks(*range(begin, begin + 10)))
+        await when_idle(a)
+        await pair.listed(a)
+        known += await _all_shared(pair)  # old ones too: a reader may have asked long ago
+        reader = SharedFolder(str(folder), calls)
+        reader.look()
+        for digest, record in known:
+            header = reader.header(record)
+            dest = memoryview(bytearray(record.payload_bytes))
+            if (
+                header is None
+                or header.facts.digest[:16] != digest
+                or reader.read(record, dest) != header.checksum
+            ):
+                missed += 1
+            elif bytes(dest) == by_digest[digest]:
+                right += 1
+            else:
+                wrong += 1
+        calls.snapshot()
+    assert wrong == 0 and right > 20 and missed > 20 and calls.stale > 20
+
+
+async def test_two_readers_while_the_owner_reuses_its_segments(
+    pair, things, when_idle, new_rig, home, valkey
+):
+    """Two hosts read what they can while every segment gets a new life again and again."""
+    await pair.a.start(
+        peer_listen="", shared=True, ssd_bytes=3 * (64 << 10), segment_bytes=64 << 10,
+        arena_bytes=120_000, index_deadline_s=3.0,
+    )  # fmt: skip
+    a = await pair.a.client()
+    os.makedirs(f"{home}/c")
+    readers = [pair.b, new_rig(f"{home}/c", valkey.url)]
+    try:
+        clients = []
+        for reader in readers:
+            await reader.start(
+                peer_listen="",
+                shared_directories=(pair.a.settings.directory,),
+                absent_s=0.0,
+                arena_bytes=60_000,
+                recompute_tokens_per_s=50.0,
+                index_deadline_s=3.0,
+            )
+            clients.append(await reader.client())
+        found = 0
+        for begin in range(0, 160, 8):
+            await a.put(Kind.KV, things.blocks(*range(begin, begin + 8)))
+            wanted = range(max(0, begin - 30), begin + 8)
+            for read in await asyncio.gather(*(_read(c, things, wanted) for c in clients)):
+                found += len(read)  # `_read` compares every byte
+        stats = [await when_idle(client) for client in clients]
+        assert (await when_idle(a)).recycled >= 6
+        assert found > 40 and all(stat.peer_fetched > 0 for stat in stats)
+    finally:
+        await readers[1].close()
+
+
+@pytest.mark.parametrize("fault", ["store.segment_write", "store.before_sync"])
+async def test_the_owner_dies_in_the_middle_of_a_write(
+    pair, things, home, start_process, valkey, wait_until, fault
+):
+    """What it had listed before is read; of what it was writing nothing is seen, or it is right."""
+    owner = start_process(valkey.url, fault=f"{fault}=exit@3", shared=True)
+    a = StoreClient(f"unix://{home}/store.sock", TOKEN, things.namespace)
+    assert await a.connect(10.0)
+    for number in range(6):
+        await a.put(Kind.KV, things.blocks(number))
+        await asyncio.sleep(0.1)
+
+    async def gone() -> bool:
+        return owner.process.poll() is not None
+
+    await wait_until(gone, "the owner's end", 30.0)
+    assert owner.process.returncode == 137  # the fault took effect
+    await a.close()
+    await pair.b.start(
+        peer_listen="",
+        shared_directories=(f"{home}/store",),
+        absent_s=0.0,
+        recompute_tokens_per_s=50.0,
+        index_deadline_s=3.0,
+    )
+    b = await pair.b.client()
+    listed = [n for n in range(6) if Tier.SHARED in {r.tier for r in _records(pair, things, n)}]
+    found = await _read(b, things, range(6))
+    assert set(found) >= set(listed) and len(found) < 6
