@@ -15,17 +15,19 @@ import typer
 
 from headrace.cluster.help_text import unwrap
 from headrace.cluster.store_steps import (
+    Wanted,
     bar,
     chains_of,
     err,
+    export_from,
     findings_values,
+    garbage_of,
     hex_bytes,
     live_findings,
     open_files,
     pick_chains,
     said,
     seconds,
-    seen_in,
     show,
     stat_of,
 )
@@ -42,7 +44,8 @@ from headrace.kvstore.layout import domain_tag
 from headrace.kvstore.questions import Topic
 from headrace.kvstore.workshop import carry, live, repair
 from headrace.kvstore.workshop.directory import StoreDirectory
-from headrace.kvstore.workshop.survey import Chain, chains
+from headrace.kvstore.workshop.garbage import Wishes
+from headrace.kvstore.workshop.survey import Chain
 
 app = typer.Typer(
     name="store",
@@ -140,27 +143,23 @@ def gc(
     domain: Annotated[
         list[str] | None, typer.Option(help="Also everything of this cache domain, by name.")
     ] = None,
+    index: Annotated[
+        bool,
+        typer.Option("--index", help="Of a running store: records of stores that are gone, too."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove what nobody can reach: duplicates, blocks without the blocks before them, pins whose
-    time is over."""
+    time is over. A running store leaves alone what is in use or younger than a minute."""
     with said():
         before_s = int(time.time() - seconds(older_than, "--older-than")) if older_than else 0
-        wishes = repair.Wishes(
+        wishes = Wishes(
             before_s,
             frozenset(hex_bytes(text, 32, "--namespace") for text in namespace or ()),
             frozenset(domain_tag(text) for text in domain or ()),
         )
         target = find_target(directory, name)
-        with bar("gc") as step, open_files(target, "gc") as files:
-            found = repair.find_garbage(files, wishes, step)
-            if not dry_run:
-                repair.erase(files, found)
-            over = repair.end_pins(target.directory, time.time(), dry_run=dry_run)
-        values = findings_values(found) | {
-            "pins_ended": [one.name for one in over],
-            "dry_run": dry_run,
-        }
+        values = garbage_of(target, wishes, dry_run=dry_run, index=index) | {"dry_run": dry_run}
         show(values, garbage_view(values), as_json)
     if values["damaged"]:
         raise typer.Exit(1)
@@ -185,25 +184,15 @@ def export(
     with the same salt and model. Not into a store's directory."""
     with said():
         target = find_target(directory, name)
-        with open_files(target, "export") as files:
-            rows = [row for row in chains(seen_in(files), target.domains) if row.whole]
-            picked = pick_chains(rows, tip or [], everything, namespace)
-            with bar("export") as step:
-                about = carry.export_chains(
-                    files,
-                    bytes.fromhex(picked[0].namespace),
-                    [bytes.fromhex(row.tip) for row in picked],
-                    file,
-                    step,
-                    force=force,
-                )
+        wanted = Wanted(tip or [], everything, namespace)
+        about, n_chains = export_from(target, wanted, file, force=force)
         values = {
             "file": str(file),
-            "chains": len(picked),
+            "chains": n_chains,
             "objects": about.objects,
             "payload_bytes": about.payload_bytes,
         }
-        words = f"{len(picked)} chains, {about.objects:,} objects in {file}"
+        words = f"{n_chains} chains, {about.objects:,} objects in {file}"
         show(values, words, as_json)
 
 

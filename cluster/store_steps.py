@@ -8,7 +8,8 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -21,13 +22,16 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.kvstore.layout import domain_tag
 from headrace.kvstore.pins import read_pins
 from headrace.kvstore.questions import Topic
-from headrace.kvstore.workshop import live
+from headrace.kvstore.workshop import carry, live, repair
 from headrace.kvstore.workshop.directory import StoreDirectory
+from headrace.kvstore.workshop.garbage import Wishes
 from headrace.kvstore.workshop.repair import Findings
+from headrace.kvstore.workshop.shipping import PrefixFile
 from headrace.kvstore.workshop.survey import Chain, Seen, chains, find_tip, plain, sums
 
 out = Console(highlight=False, soft_wrap=True, emoji=False)
 err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+MAX_ROWS = 10_000  # chains that a running store names at once
 _TIMES_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -36,7 +40,8 @@ def open_files(target: Target, what: str) -> StoreDirectory:
     if target.live is not None:
         raise ConfigError(
             f"{what} has to own the files, and a running cluster serves {target.directory}:"
-            " `headrace down` first"
+            f" `headrace down`, then `headrace store {what} ... {target.directory}`, then"
+            " `headrace up`"
         )
     return StoreDirectory(target.directory)
 
@@ -148,6 +153,55 @@ def pick_chains(
     if len(spaces) > 1:
         raise ConfigError(f"chains of one namespace at a time; say --namespace, of {spaces}")
     return picked
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Chains that an export is to hold, as the command line names them."""
+
+    tips: list[str]
+    everything: bool
+    namespace: str
+
+    def of(self, rows: Iterable[Chain]) -> tuple[bytes, list[bytes]]:
+        """Namespace and tips. Raises `ConfigError` saying what to add."""
+        whole = [row for row in rows if row.whole]
+        picked = pick_chains(whole, self.tips, self.everything, self.namespace)
+        return bytes.fromhex(picked[0].namespace), [bytes.fromhex(row.tip) for row in picked]
+
+
+def export_from(
+    target: Target, wanted: Wanted, file: Path, *, force: bool
+) -> tuple[PrefixFile, int]:
+    """Write a prefix file out of a running store or a directory; how many chains are in it."""
+    if target.live is not None:
+        rows = (Chain(**row) for row in chains_of(target, MAX_ROWS)[0])
+        namespace, tips = wanted.of(rows)
+        with bar("export") as step:
+            about = live.export_chains(
+                target.live, target.directory, namespace, tips, file, step, force=force
+            )
+        return about, len(tips)
+    with StoreDirectory(target.directory) as files:
+        namespace, tips = wanted.of(chains(seen_in(files), target.domains))
+        with bar("export") as step:
+            about = carry.export_chains(files, namespace, tips, file, step, force=force)
+    return about, len(tips)
+
+
+def garbage_of(target: Target, wishes: Wishes, *, dry_run: bool, index: bool) -> dict[str, Any]:
+    """Clean up a running store or a directory: what went, as plain values. Raises `ConfigError`."""
+    if target.live is not None:
+        values = live.clean(target.live, wishes, dry_run=dry_run)
+        return values | ({"index": live.sweep(target.live)} if index and not dry_run else {})
+    if index:
+        target.must_be_live("gc --index")
+    with bar("gc") as step, StoreDirectory(target.directory) as files:
+        found = repair.find_garbage(files, wishes, step)
+        if not dry_run:
+            repair.erase(files, found)
+        over = repair.end_pins(target.directory, time.time(), dry_run=dry_run)
+    return findings_values(found) | {"pins_ended": [one.name for one in over]}
 
 
 def seconds(text: str, option: str) -> int:

@@ -155,6 +155,9 @@ def garbage_view(values: Mapping[str, Any]) -> RenderableType:
         f"pin {name}: its time is over{': would go' if dry else ': removed'}"
         for name in values["pins_ended"]
     ]
+    if "index" in values:
+        swept = values["index"]
+        lines.append(f"{swept['records']:,} records of {swept['stores']} stores that are gone")
     if not values["flaws"] and not values["pins_ended"]:
         lines.append("nothing to remove")
     return Text("\n".join(lines))

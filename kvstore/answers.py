@@ -10,11 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.kvstore.cleaning import clean, contents
 from headrace.kvstore.objects import object_key
 from headrace.kvstore.pins import MAX_TTL_S, Pin, PinBook
 from headrace.kvstore.questions import Answer, Question, Topic, read_values
 from headrace.kvstore.settings import Kind
 from headrace.kvstore.state import StoreState
+from headrace.kvstore.workshop.garbage import Wishes
 from headrace.kvstore.workshop.survey import Seen, chains, plain, sums
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,8 @@ class Answers:
             Topic.UNPIN: self._unpin,
             Topic.REPUBLISH: self._publish,
             Topic.SCRUB: self._read_back,
+            Topic.CONTENTS: self._contents,
+            Topic.CLEAN: self._clean,
             Topic.SWEEP: self._sweep_index,
             Topic.METRICS: self._scrape,
         }
@@ -122,6 +126,27 @@ class Answers:
     async def _read_back(self, text: str) -> dict[str, Any]:
         values = read_values(text, segment=int, drop=bool)
         return await self._scrub(values["segment"], values["drop"])
+
+    async def _contents(self, text: str) -> dict[str, Any]:
+        values = read_values(text, namespace=str, tips=list, offset=int)
+        namespace, found = bytes.fromhex(values["namespace"]), []
+        for tip in values["tips"]:
+            chain = stored_chain(self._state, namespace, bytes.fromhex(str(tip)))
+            if not chain:
+                raise ConfigError(f"the chain that ends in {str(tip)[:16]} is not stored whole")
+            found.append(chain)
+        rows, total = contents(self._state, found, max(0, values["offset"]))
+        return {"rows": rows, "total": total}
+
+    async def _clean(self, text: str) -> dict[str, Any]:
+        values = read_values(text, before_s=int, namespaces=list, domains=list, dry_run=bool)
+        wishes = Wishes(
+            values["before_s"],
+            frozenset(bytes.fromhex(str(one)) for one in values["namespaces"]),
+            frozenset(bytes.fromhex(str(one)) for one in values["domains"]),
+        )
+        found = await clean(self._state, self._pins, wishes, dry_run=values["dry_run"])
+        return found | {"pins_ended": []}  # a running store ends pins by itself
 
     async def _sweep_index(self, text: str) -> dict[str, Any]:
         stores, records = await self._sweep()

@@ -33,6 +33,8 @@ class Topic(StrEnum):
     UNPIN = "unpin"  # {name} -> {ended}
     REPUBLISH = "republish"  # {} -> {objects}
     SCRUB = "scrub"  # {segment, drop} -> {sound, sound_bytes, damaged, segments}
+    CONTENTS = "contents"  # {namespace, tips, offset} -> {rows, total}, `cleaning.contents`
+    CLEAN = "clean"  # {before_s, namespaces, domains, dry_run} -> what went, pins_ended
     SWEEP = "sweep"  # {} -> {stores, records}: removed from the index
     METRICS = "metrics"  # {} -> {text}: Prometheus exposition
 

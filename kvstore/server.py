@@ -96,12 +96,8 @@ async def run_store(
         pins = _take_up_pins(store, state, clock)
         service = Store(state, files, publisher, writer, reading, pins, store)
         if role.redis_url:
-            service.graves = Graves(
-                RedisLink(role.redis_url, store.index_deadline_s, clock),
-                leases,
-                clock,
-                store.forget_stores_s,
-            )
+            link = RedisLink(role.redis_url, store.index_deadline_s, clock)
+            service.graves = Graves(link, leases, clock, store.forget_stores_s)
             stack.push_async_callback(service.graves.close)
         if (store.peer_listen or store.shared_directories) and role.redis_url:
             await start_peers(stack, role, store, service, publisher, files.uid)
@@ -213,9 +209,8 @@ async def _serve(
         asyncio.create_task(publisher.run(), name="store-publisher"),
         asyncio.create_task(_expire(store), name="store-expiry"),
         asyncio.create_task(stop.wait(), name="store-stop"),
+        asyncio.create_task(_clear_up(store), name="store-graves"),
     }
-    if store.graves is not None:
-        tasks.add(asyncio.create_task(store.graves.run(), name="store-graves"))
     server, address = await serve_links(role.listen, on_link, STORE_MESSAGES, role.token, limits)
     os.chmod(parse_address(address)[1], 0o600)
     member = _member(role, store.state.boot, address)
@@ -255,6 +250,13 @@ async def _stop_serving(server: asyncio.Server, links: set[Link]) -> None:
         for link in tuple(links):
             link.abort()
         await asyncio.sleep(0.005)
+
+
+async def _clear_up(store: Store) -> None:
+    """Behind stores that are gone, until cancelled."""
+    if store.graves is not None:
+        await store.graves.run()
+    await asyncio.Event().wait()
 
 
 async def _expire(store: Store) -> None:

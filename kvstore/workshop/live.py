@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.core.ids import Digest
+from headrace.core.ids import Digest, JobKey, new_request_id
 from headrace.kvstore.client import StoreClient
+from headrace.kvstore.layout import ObjectFacts, SlotHeader, checksum
 from headrace.kvstore.questions import StoreRefused, StoreSilent, Topic
-from headrace.kvstore.workshop.shipping import Progress
+from headrace.kvstore.records import ARENA_SEGMENT
+from headrace.kvstore.settings import Kind
+from headrace.kvstore.workshop.garbage import Wishes
+from headrace.kvstore.workshop.shipping import (
+    FileRefused,
+    PrefixFile,
+    Progress,
+    check_target,
+    mark_of,
+    write_file,
+)
 
 T = TypeVar("T")
 CONNECT_S = 3.0
+_EXPORT_STEP = 16  # objects that an export holds in the arena at a time
 _STEP = 512  # blocks that are brought into the arena between two signs of progress
 
 
@@ -91,6 +105,120 @@ def warm(
         return there, total
 
     return asyncio.run(_with_client(store, namespace, bring))
+
+
+def clean(store: LiveStore, wishes: Wishes, *, dry_run: bool) -> dict[str, Any]:
+    """Have a running store remove what nobody can reach or what is wished away, in the words of a
+    directory's findings. Raises `StoreSilent`."""
+    found = ask(
+        store,
+        Topic.CLEAN,
+        before_s=wishes.written_before_s,
+        namespaces=[one.hex() for one in wishes.namespaces],
+        domains=[one.hex() for one in wishes.domains],
+        dry_run=dry_run,
+    )
+    nothing = {"damaged": False, "damaged_segments": [], "short_segments": [], "places": []}
+    return nothing | found
+
+
+def sweep(store: LiveStore) -> dict[str, Any]:
+    """Have a running store remove the records of stores that are gone from the index: {stores,
+    records}. Raises `StoreSilent`, and `StoreRefused` without Redis."""
+    return ask(store, Topic.SWEEP, limit_s=3600.0)
+
+
+def export_chains(
+    store: LiveStore,
+    directory: Path,
+    namespace: bytes,
+    tips: Sequence[bytes],
+    path: Path,
+    progress: Progress,
+    *,
+    force: bool = False,
+) -> PrefixFile:
+    """As `carry.export_chains`, out of a running store. `directory` is the store's, for the mark of
+    its salt. Raises `StoreSilent`, `StoreRefused` and `FileRefused`."""
+    check_target(path, force=force)
+    mark = mark_of(directory)
+
+    async def write(client: StoreClient) -> PrefixFile:
+        rows = await _contents(client, namespace, tips)
+        headers = [_header(namespace, row) for row in rows]
+        total = sum(header.facts.payload_bytes for header in headers)
+        about = PrefixFile(len(headers), total, int(time.time()), namespace, mark)
+        loop = asyncio.get_running_loop()
+
+        def objects() -> Iterator[tuple[SlotHeader, bytes]]:
+            for begin in range(0, len(headers), _EXPORT_STEP):
+                part = headers[begin : begin + _EXPORT_STEP]
+                reading = _payloads(client, part, begin)
+                yield from zip(
+                    part, asyncio.run_coroutine_threadsafe(reading, loop).result(), strict=True
+                )
+
+        await asyncio.to_thread(write_file, path, objects(), about, progress, force=force)
+        return about
+
+    return asyncio.run(_with_client(store, namespace, write))
+
+
+async def _contents(
+    client: StoreClient, namespace: bytes, tips: Sequence[bytes]
+) -> list[list[Any]]:
+    rows: list[list[Any]] = []
+    total = 1
+    while len(rows) < total:
+        found = await client.ask(
+            Topic.CONTENTS,
+            namespace=namespace.hex(),
+            tips=[tip.hex() for tip in tips],
+            offset=len(rows),
+        )
+        total = found["total"]
+        if not found["rows"]:
+            raise StoreRefused("the chains changed while they were listed; export again")
+        rows += found["rows"]
+    return rows
+
+
+def _header(namespace: bytes, row: list[Any]) -> SlotHeader:
+    kind, digest, parent, block, domain, size, total, written_at_s = row
+    facts = ObjectFacts(
+        Kind(kind),
+        namespace,
+        Digest(bytes.fromhex(digest)),
+        Digest(bytes.fromhex(parent)),
+        block,
+        bytes.fromhex(domain),
+        size,
+    )
+    return SlotHeader(facts, total, ARENA_SEGMENT, 0, 0, written_at_s)
+
+
+async def _payloads(client: StoreClient, headers: Sequence[SlotHeader], number: int) -> list[bytes]:
+    """Verified payloads, in order. Raises `FileRefused` for one that is not there any more."""
+    lease = JobKey(new_request_id(), number)
+    out: list[bytes] = []
+    try:
+        for kind in dict.fromkeys(header.facts.kind for header in headers):
+            digests = [h.facts.digest for h in headers if h.facts.kind is kind]
+            places = await client.open_objects(kind, digests, lease)
+            for digest, place in zip(digests, places, strict=True):
+                dest = bytearray(place.payload_bytes if place else 0)
+                if place is None or not client.read_into(place, digest, dest):
+                    raise FileRefused(
+                        "an object left the store, found no room in its memory or did not verify:"
+                        " export again, or `headrace store scrub` first"
+                    )
+                out.append(bytes(dest))
+    finally:
+        await client.release(lease)
+    for header, payload in zip(headers, out, strict=True):
+        if checksum(payload) != header.checksum or len(payload) != header.facts.payload_bytes:
+            raise FileRefused("an object was put anew while it was exported; export again")
+    return out
 
 
 async def _digests(client: StoreClient, namespace: bytes, tip: bytes) -> list[Digest]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from headrace.kvstore.layout import (
@@ -21,19 +20,10 @@ from headrace.kvstore.objects import DiskPlace
 from headrace.kvstore.pins import Pin, read_pins, write_pins
 from headrace.kvstore.settings import Kind
 from headrace.kvstore.workshop.directory import SegmentFile, StoreDirectory, key_of
+from headrace.kvstore.workshop.garbage import Flaw, Stored, Wishes, judge
 from headrace.kvstore.workshop.survey import path_to
 
 Progress = Callable[[int, int], None]  # done, of all
-
-
-class Flaw(StrEnum):
-    """What can be wrong with a slot."""
-
-    PAYLOAD = "payload"  # does not match its checksum
-    UNREADABLE = "unreadable"  # the disk says no, or the file ends before
-    DUPLICATE = "duplicate"  # a newer slot holds the same object
-    ORPHAN = "orphan"  # what it hangs on is not stored: nobody can reach it
-    UNWANTED = "unwanted"  # asked for by its age, namespace or domain
 
 
 @dataclass(slots=True)
@@ -105,15 +95,6 @@ def erase(directory: StoreDirectory, found: Findings) -> None:
         directory.sync()
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What else is to go. Pinned chains stay whatever their age."""
-
-    written_before_s: int = 0
-    namespaces: Collection[bytes] = ()
-    domains: Collection[bytes] = ()  # tags
-
-
 def find_garbage(directory: StoreDirectory, wishes: Wishes, progress: Progress) -> Findings:
     """What nobody can reach, and what is wished away with all that hangs on it. Changes nothing."""
     found = Findings(damaged_segments=_damaged(directory), short_segments=_short(directory))
@@ -128,47 +109,19 @@ def find_garbage(directory: StoreDirectory, wishes: Wishes, progress: Progress) 
         if older is not None:
             found.flaws.append((older[0], Flaw.DUPLICATE, older[1].facts.payload_bytes))
         objects[key_of(header)] = (place, header)
-    young = _young(objects.values(), wishes.written_before_s, pinned_digests(directory))
-    alive: set[tuple[bytes, bytes]] = set()  # blocks that can be reached
-    order = sorted(
-        objects.values(), key=lambda at: (at[1].facts.kind is not Kind.KV, at[1].facts.block)
-    )
-    for place, header in order:
-        facts = header.facts
-        at = (facts.namespace, facts.digest)
-        hangs = facts.kind is Kind.SWA or (facts.kind is Kind.KV and facts.block > 0)
-        wished = facts.namespace in wishes.namespaces or facts.domain in wishes.domains
-        flaw = None
-        if wished or key_of(header) not in young:
-            flaw = Flaw.UNWANTED
-        elif hangs and (facts.namespace, facts.parent) not in alive:
-            flaw = Flaw.ORPHAN
+    held = pinned_digests(directory)
+    known = {
+        key: Stored(h.facts, h.written_at_s, (h.facts.namespace, h.facts.digest) in held)
+        for key, (_, h) in objects.items()
+    }
+    for key, flaw in judge(known, wishes):
+        place, header = objects[key]
         if flaw is not None:
-            found.flaws.append((place, flaw, facts.payload_bytes))
+            found.flaws.append((place, flaw, header.facts.payload_bytes))
             continue
         found.objects += 1
-        found.payload_bytes += facts.payload_bytes
-        if facts.kind is Kind.KV:
-            alive.add(at)
+        found.payload_bytes += header.facts.payload_bytes
     return found
-
-
-def _young(
-    objects: Iterable[tuple[DiskPlace, SlotHeader]],
-    before_s: int,
-    pinned: Collection[tuple[bytes, bytes]],
-) -> set[bytes]:
-    """Keys of what is pinned or was written since then, and of what such objects hang on: a head
-    is always older than its tail."""
-    needed: set[tuple[bytes, bytes]] = set()
-    young: set[bytes] = set()
-    for _, header in sorted(objects, key=lambda at: -at[1].facts.block):
-        facts = header.facts
-        at = (facts.namespace, bytes(facts.digest))
-        if header.written_at_s >= before_s or at in pinned or at in needed:
-            young.add(key_of(header))
-            needed.add((facts.namespace, bytes(facts.parent)))
-    return young
 
 
 def pinned_digests(directory: StoreDirectory) -> set[tuple[bytes, bytes]]:
