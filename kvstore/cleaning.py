@@ -15,7 +15,7 @@ from headrace.kvstore.state import StoreState
 from headrace.kvstore.workshop.garbage import Stored, Wishes, judge
 
 YOUNG_S = 60  # what was written so lately stays: what it hangs on may still be on its way
-PAGE = 2000  # objects of one answer
+ROWS_AN_ANSWER = 2000  # objects of one answer
 _STEP = 256  # objects removed before others have their turn
 
 
@@ -69,7 +69,7 @@ def contents(
     state: StoreState, chains: list[dict[bytes, int]], offset: int
 ) -> tuple[list[list[Any]], int]:
     """Facts of the blocks of some chains (as `stored_chain` gives them, tip first) and of the
-    window records on them, in the order of a prefix file: a page from `offset` on, and how many
+    window records on them, in the order of a prefix file: a part from `offset` on, and how many
     there are in all. Raises `ConfigError` when something has left the store."""
     blocks: dict[bytes, None] = {}
     for chain in chains:
@@ -98,6 +98,6 @@ def contents(
             entry.checksum,
             entry.written_at_s,
         ]
-        for entry in everything[offset : offset + PAGE]
+        for entry in everything[offset : offset + ROWS_AN_ANSWER]
     ]
     return rows, len(everything)

@@ -279,7 +279,7 @@ async def _all_shared(pair) -> list[tuple[bytes, IndexRecord]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_pages_that_come_late_are_misses_and_never_wrong(pair, things, when_idle, seed):
+async def test_what_comes_late_is_a_miss_and_never_wrong(pair, things, when_idle, seed):
     """The owner reuses its segments; a reader sees any mixture of what is and what was."""
     await pair.a.start(
         peer_listen="", shared=True, ssd_bytes=2 * (64 << 10), segment_bytes=64 << 10,

