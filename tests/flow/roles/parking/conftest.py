@@ -65,6 +65,19 @@ class Streams:
             send = self.cluster.handoff if i % 3 and not local else self.cluster.local
             self.calls.append((await send(request, self.number), ids, max_tokens, sampling))
 
+    @contextlib.asynccontextmanager
+    async def arriving(self) -> AsyncIterator[None]:
+        """The engine makes no step before decode has heard of all that begin in here: they are in
+        each other's way on a slow machine, too."""
+        go_on = threading.Event()
+        stopped = asyncio.create_task(self.decode.driver.call(go_on.wait))
+        try:
+            yield
+            await until(lambda: self.all_arrived, 60.0)
+        finally:
+            go_on.set()
+            await stopped
+
     async def texts_are_those_of_streams_alone(self) -> None:
         for call, ids, max_tokens, sampling in self.calls:
             text = await self.yardstick.text(ids, max_tokens, None, sampling)

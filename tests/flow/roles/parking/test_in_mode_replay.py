@@ -19,7 +19,7 @@ ENGINE = EngineSettings(
 )
 SHORT = {"n_blocks": 6, "n_slots": 4}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-STREAMS = ((250, 14), (300, 9), (383, 14), (256, 9))
+STREAMS = ((250, 30), (300, 24), (383, 30), (256, 24))
 
 
 # Short of slots by default, short of blocks with `-m slow`; in mode `state` the other way round.

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def test_streams_take_turns(cluster, prompt, streams, join, sizes) -> None:
     number = await join(replace(ENGINE, **sizes)) if sizes else 0
     four = streams(cluster, number)
-    await four.begin(prompt, f"state {sizes}", ((250, 14), (300, 9), (130, 14), (256, 9)))
+    async with four.arriving():
+        await four.begin(prompt, f"state {sizes}", ((250, 30), (300, 24), (130, 30), (256, 24)))
     await four.texts_are_those_of_streams_alone()
     four.no_row_ran_twice()
     assert [call.times.start_kind for call, *_ in four.calls] == ["cold", "state", "state", "cold"]

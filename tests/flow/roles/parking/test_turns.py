@@ -21,7 +21,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 async def test_six_streams_in_two_slots(cluster, prompt, streams) -> None:
     six = streams(cluster)
-    await six.begin(prompt, "slots")
+    async with six.arriving():
+        await six.begin(prompt, "slots")
     await six.texts_are_those_of_streams_alone()
     six.no_row_ran_twice()
     assert six.counted("parkings") >= 2
@@ -33,7 +34,8 @@ async def test_six_streams_in_eight_blocks(cluster, prompt, streams, join, wait_
     """Slots for all; no two of the longer ones fit in together with a third."""
     number = await join(replace(ENGINE, n_blocks=8, n_slots=6))
     six = streams(cluster, number)
-    await six.begin(prompt, "blocks")
+    async with six.arriving():
+        await six.begin(prompt, "blocks")
     await wait_until(lambda: any(job.parked.blocks is not None for job in six.parked if job.parked))
     await six.texts_are_those_of_streams_alone()
     six.no_row_ran_twice()
