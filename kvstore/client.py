@@ -101,6 +101,11 @@ class StoreClient:
         nor expired since."""
         return len(self._reserved) + len(self._leases)
 
+    @property
+    def lapsed(self) -> int:
+        """How many leases taken or renewed here ended by their time."""
+        return self._leases.lapsed
+
     async def connect(self, deadline_s: float) -> bool:
         """Begin to keep a connection; whether there is one after at most `deadline_s`. Without one
         the client goes on trying."""

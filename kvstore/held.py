@@ -16,11 +16,19 @@ class HeldLeases:
         self._clock, self._lease_s = clock, lease_s
         self._until_s: dict[JobKey, float] = {}
         self._over_until_s: dict[JobKey, float] = {}  # the oldest first
+        self._lapsed = 0
 
     def __len__(self) -> int:
-        now_s = self._clock.now_s()
+        now_s, before = self._clock.now_s(), len(self._until_s)
         self._until_s = {key: end_s for key, end_s in self._until_s.items() if end_s > now_s}
+        self._lapsed += before - len(self._until_s)
         return len(self._until_s)
+
+    @property
+    def lapsed(self) -> int:
+        """How many ended by their time so far."""
+        len(self)
+        return self._lapsed
 
     def note(self, lease: JobKey | None, taken: bool) -> None:
         """An answer of the store: whether it leases something to this owner from now on."""

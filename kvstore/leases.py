@@ -31,6 +31,7 @@ class LeaseBook:
         self._leases: dict[JobKey, _Lease] = {}
         self._over: OrderedDict[JobKey, float] = OrderedDict()
         self.late = 0
+        self.lapsed = 0  # leases that ended by their time, not by a release
         self.held = 0  # objects that any lease holds
 
     def __len__(self) -> int:
@@ -92,6 +93,7 @@ class LeaseBook:
         now_s = self._clock.now_s()
         freed: list[Entry] = []
         for owner, lease in [(o, le) for o, le in self._leases.items() if le.expires_s <= now_s]:
+            self.lapsed += 1
             freed += self._let_go(owner, lease, tuple(lease.entries))
         while self._over and next(iter(self._over.values())) <= now_s:
             self._over.popitem(last=False)

@@ -159,6 +159,7 @@ class StoreStat:
     dropped: int  # puts refused for want of room in the arena
     unsaved: int  # objects that stay in the arena only: claimed elsewhere, no room, or an error
     refused: int  # stale reservations, late leases, wrong sizes
+    lapsed: int  # leases that ended by their time: their owners died, or forgot them
     loads: int  # objects brought from SSD into the arena
     writes: int  # objects made durable
     evicted: int  # arena copies that made room

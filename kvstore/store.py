@@ -368,6 +368,7 @@ class Store:
             dropped=count.dropped,
             unsaved=count.unsaved,
             refused=count.refused + state.leases.late,
+            lapsed=state.leases.lapsed,
             loads=count.loads,
             writes=count.writes,
             evicted=count.evicted,

@@ -25,6 +25,7 @@ async def test_leases_end_unless_renewed_and_either_side_renews(home, rig, thing
     await wait_until(one_left, "the end of the other lease")
     assert not await decode.renew(lost) and await decode.renew(kept)
     assert (prefill.held, decode.held) == (0, 1)  # prefill renewed nothing
+    assert (prefill.lapsed, decode.lapsed, (await decode.stat()).lapsed) == (2, 0, 1)
 
 
 async def test_release_of_one_kind_leaves_the_other(rig, things):

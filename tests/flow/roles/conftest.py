@@ -35,6 +35,9 @@ from headrace.prefill import PrefillReplica
 # Small steps, so that a prompt takes several and something can happen in between.
 ENGINE = EngineSettings(n_blocks=60, n_slots=4, max_rows_per_step=128, replay_rows_per_step=128)
 LEASES = LeaseTimes(handoff_s=4.0)
+# Less than what a lease has left that is renewed every third of its time, and than the time after
+# which a hand-off without progress is given up: what is back by then was given back.
+SOON_S = 2.5
 
 
 @dataclass(eq=False)
@@ -137,17 +140,27 @@ class Cluster:
             assert decode.work is not None
             assert await decode.work.committer.flush(5.0)
 
-    async def at_rest(self, within_s: float = 1.0) -> None:
-        """Within `within_s` every engine block and slot, job, lease and reservation is back."""
+    async def at_rest(self, within_s: float | None = None) -> None:
+        """Within `within_s` every engine block and slot, job, lease and reservation is back;
+        without it, soon, and no lease has ended by its time for that."""
         problem: str | None = "not looked"
+        lapsed = await self._lapsed() if within_s is None else None
+        within_s = SOON_S if within_s is None else within_s
         try:
             async with asyncio.timeout(within_s):
                 while (problem := await self._held()) is not None:
                     await asyncio.sleep(0.01)
         except TimeoutError:
             raise AssertionError(f"not at rest after {within_s} s: {problem}") from None
+        assert lapsed is None or await self._lapsed() == lapsed, "a lease was not given back"
         for replica in (self.prefill, *self.decodes):
             await replica.driver.call(replica.engine.check_integrity)
+
+    async def _lapsed(self) -> tuple[int, ...]:
+        """Leases that ended by their time: by the account of each client, and of the store."""
+        clients = [replica.store for replica in (self.prefill, *self.decodes)]
+        stat = await clients[0].stat()
+        return (*(client.lapsed for client in clients), 0 if stat is None else stat.lapsed)
 
     async def _held(self) -> str | None:
         for replica in (self.prefill, *self.decodes):

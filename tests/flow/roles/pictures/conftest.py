@@ -148,8 +148,8 @@ class Service:
         assert usage["prompt_tokens"] == len(self.prompt(body)[0])
         return usage
 
-    async def at_rest(self, within_s: float = 1.0) -> None:
-        async with asyncio.timeout(within_s):
+    async def at_rest(self, within_s: float | None = None) -> None:
+        async with asyncio.timeout(within_s or 2.5):
             while any(v.work.jobs or v.work.held_leases or v.store.held for v in self.visions):
                 await asyncio.sleep(0.01)
         await self.cluster.at_rest(within_s)
