@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from headrace.cluster.chat import api_of
 from headrace.cluster.config import ClusterConfig, Processes, load_config
@@ -123,15 +124,17 @@ def _condition(view: dict[str, Any]) -> str:
     return str(view["phase"])
 
 
-def store_table(store: dict[str, Any]) -> Table:
+def store_table(store: dict[str, Any]) -> Group:
     """What the store holds, by tier: memory of the host, and what is safe on disk."""
-    shown = Table(
-        title=f"store: {_number_of(store['blocks'], 'block')},"
+    # A line of its own: as the table's title it would fold at the table's width.
+    line = Text(
+        f"store: {_number_of(store['blocks'], 'block')},"
         f" {_number_of(store['windows'], 'window record')},"
         f" {_number_of(store['pictures'], 'picture')},"
         f" {_number_of(store['states'], 'state')}; index {store['index']}",
-        title_justify="left",
+        style="table.title",
     )
+    shown = Table()
     for column in ("tier", "objects", "MB", "room", "waiting"):
         shown.add_column(column)
     room = f"{store['arena_free']} of {store['arena_slots']} slots free"
@@ -139,7 +142,7 @@ def store_table(store: dict[str, Any]) -> Table:
     room = f"{store['ssd_segments_free']} of {store['ssd_segments']} segments unused"
     ssd, pending = str(store["ssd_objects"]), str(store["pending"])
     shown.add_row("ssd", ssd, _megabytes(store["ssd_bytes"]), room, pending)
-    return shown
+    return Group(line, shown)
 
 
 def _number_of(count: int, thing: str) -> str:

@@ -224,7 +224,8 @@ def _print_facts(folder: Path, facts: dict[str, Any], json_: bool) -> None:
         return
     block, experts = facts["weight_block"], facts["expert_dtype"]
     kind = "BF16" if block is None else f"FP8 {block[0]}x{block[1]}, experts {experts.upper()}"
-    table = Table(title=f"{escape(folder.name)}: {facts['shards']} shards, {kind}")
+    shards = "1 shard" if facts["shards"] == 1 else f"{facts['shards']} shards"
+    table = Table(title=f"{escape(folder.name)}: {shards}, {kind}")
     table.add_column("part")
     for head in ("tensors", "parameters", "bytes"):
         table.add_column(head, justify="right")

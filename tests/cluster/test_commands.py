@@ -22,7 +22,7 @@ from rich.console import Console
 from headrace.cluster.chat import USAGE, attached_path, converse
 from headrace.cluster.cli import Doing
 from headrace.cluster.rundir import Phase, RunDir, RunState
-from headrace.cluster.status import collect, table
+from headrace.cluster.status import collect, store_table, table
 from headrace.core.errors import ConfigError
 
 HEADRACE = Path(sys.executable).parent / "headrace"
@@ -102,6 +102,17 @@ def test_status_counts_the_replicas_that_are_ready_and_alive(failed_run: RunDir)
         "decode-1",
     ]
     assert "decode 1 of 2, router 1 of 1 ready" in pool_line(view)
+
+
+def test_the_line_above_the_tiers_is_whole_though_the_table_is_narrower() -> None:
+    tiers = ("arena_resident", "arena_bytes", "arena_free", "arena_slots", "pending")
+    disk = ("ssd_objects", "ssd_bytes", "ssd_segments", "ssd_segments_free")
+    held = {"blocks": 14329, "windows": 1133, "pictures": 13, "states": 0, "index": "ok"}
+    shown = Console(file=io.StringIO(), width=80, record=True)
+    shown.print(store_table(dict.fromkeys((*tiers, *disk), 1) | held))
+    line, top, *_ = shown.export_text().splitlines()
+    assert line == ("store: 14329 blocks, 1133 window records, 13 pictures, 0 states; index ok")
+    assert top.startswith("┏") and len(top) < len(line)
 
 
 def test_a_narrow_window_gets_every_role_state_and_process_whole(failed_run: RunDir) -> None:
