@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
-import json
-import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import xxhash
+from headrace_tests import module
 
 from headrace.core.card import ModelCard
 from headrace.core.chain import as_token_ids, block_digests, root_digest, window_digest
@@ -31,6 +27,8 @@ from headrace.decode import DecodeReplica
 from headrace.engine import EngineSettings
 from headrace.kvstore import EmbeddedRedis, Kind, StoreSettings, run_store
 from headrace.prefill import PrefillReplica
+
+RoleProcess = module("tests/flow/roles/role_process.py").RoleProcess
 
 # Small steps, so that a prompt takes several and something can happen in between.
 ENGINE = EngineSettings(n_blocks=60, n_slots=4, max_rows_per_step=128, replay_rows_per_step=128)
@@ -335,42 +333,6 @@ async def new_decode(
     yield make
     for replica in made:
         await replica.close()
-
-
-class RoleProcess:
-    """A role as a process of its own, killed at the latest by the fixture that made it."""
-
-    def __init__(self, kind: str, role: RoleSettings, settings: Any, faults: str) -> None:
-        what = dataclasses.asdict(role)
-        deployment = what.pop("deployment")
-        what["leases"] = deployment.pop("leases")
-        for name in ("wire", "edge", "handoff_mode", "handoff_bind"):
-            del deployment[name]
-        what |= {"deployment": deployment, "kind": kind, "settings": dataclasses.asdict(settings)}
-        script = str(Path(__file__).with_name("process.py"))
-        self._command = [sys.executable, "-P", script, json.dumps(what)]
-        self._environment = {**os.environ, "HEADRACE_FAULTS": faults}
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, env=self._environment, stdout=asyncio.subprocess.PIPE
-        )
-        assert self._process.stdout is not None
-        line = await asyncio.wait_for(self._process.stdout.readline(), 300)
-        said = json.loads(line)
-        self.address, self.pid = said["address"], said["pid"]
-        assert self.pid == self._process.pid
-
-    async def ended(self, within_s: float = 20.0) -> int:
-        """Its exit code; below 0 for a signal."""
-        assert self._process is not None
-        return await asyncio.wait_for(self._process.wait(), within_s)
-
-    async def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
