@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import signal
@@ -316,7 +317,7 @@ async def test_what_comes_late_is_a_miss_and_never_wrong(pair, things, when_idle
 
 
 async def test_two_readers_while_the_owner_reuses_its_segments(
-    pair, things, when_idle, new_rig, home, valkey
+    pair, things, when_idle, wait_until, new_rig, home, valkey
 ):
     """Two hosts read what they can while every segment gets a new life again and again."""
     await pair.a.start(
@@ -338,12 +339,17 @@ async def test_two_readers_while_the_owner_reuses_its_segments(
                 index_deadline_s=3.0,
             )
             clients.append(await reader.client())
+        await a.put(Kind.KV, things.blocks(*range(8)))
+        for client in clients:  # they hear of the owner with one of their beats
+            await wait_until(functools.partial(_read, client, things, range(8)), "a first block")
         found = 0
-        for begin in range(0, 160, 8):
-            await a.put(Kind.KV, things.blocks(*range(begin, begin + 8)))
-            wanted = range(max(0, begin - 30), begin + 8)
+        for begin in range(8, 168, 8):
+            putting = asyncio.create_task(a.put(Kind.KV, things.blocks(*range(begin, begin + 8))))
+            wanted = range(max(0, begin - 30), begin)
             for read in await asyncio.gather(*(_read(c, things, wanted) for c in clients)):
                 found += len(read)  # `_read` compares every byte
+            await putting
+            await when_idle(a)  # all is on disk and listed before the next round reads it
         stats = [await when_idle(client) for client in clients]
         assert (await when_idle(a)).recycled >= 6
         assert found > 40 and all(stat.peer_fetched > 0 for stat in stats)
