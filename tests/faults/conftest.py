@@ -90,6 +90,12 @@ def roles(
     return functools.partial(role_settings, tag=tag, model=yardstick.model, **options)
 
 
+@pytest.fixture(scope="module")
+def salts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of the salt that all routers of a module share, as one cluster's must."""
+    return str(tmp_path_factory.mktemp("salt"))
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def service(
     request: pytest.FixtureRequest,
@@ -99,13 +105,12 @@ async def service(
     router_end: Any,
     tag: str,
     proxy: ModuleType,
-    tmp_path_factory: pytest.TempPathFactory,
+    salts: str,
 ) -> AsyncIterator[Any]:
     """A service for the tests of a module, which must leave it as `pulse` wants it. The module may
     name settings of its router in ROUTER and of its store in STORE."""
     sizes = {"state_bytes": 65536} | getattr(request.module, "STORE", {})
     settings = store_settings(tag, **sizes)
-    salts = str(tmp_path_factory.mktemp("salt"))
     options = getattr(request.module, "ROUTER", {})
     running = module("tests/faults/service.py").running
     async with running(

@@ -221,7 +221,11 @@ async def serving(
     process, stop, up = RouterProcess(role, settings), asyncio.Event(), asyncio.Event()
     members: list[Any] = []
     task = asyncio.create_task(process.serve(lambda m: (members.append(m), up.set())[1], stop))
-    await up.wait()
+    ready = asyncio.create_task(up.wait())
+    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+    ready.cancel()
+    if not up.is_set():
+        task.result()  # says why it did not start
     url = members[0].address.replace("tcp://", "http://")
     try:
         async with httpx.AsyncClient(base_url=url, timeout=60, verify=False) as http:

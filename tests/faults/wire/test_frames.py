@@ -73,12 +73,9 @@ async def test_doubled_and_overtaken_frames_change_nothing(
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def hasty(
-    service: Any, serving: Any, roles: Any, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Any]:
+async def hasty(service: Any, serving: Any, roles: Any, salts: str) -> AsyncIterator[Any]:
     """The same service by a router that waits less for what nobody misses."""
     role = roles("router-hasty", edge=EdgeLimits(request_deadline_s=12.0))
-    salts = str(tmp_path_factory.mktemp("salt"))
     async with serving(role, salts, MODEL) as (router, http):
         yield dataclasses.replace(service, router=router, http=http)
 
