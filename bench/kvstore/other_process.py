@@ -126,7 +126,7 @@ class Other:
     def _file(self, number: int) -> Path:
         payload = bytes(self.payloads[number % SOURCES])
         key = self._key(number).split("@")[-1]
-        (path,) = [p for p in self.files() if f"{self.number:08x}" in p.name and key in p.name]
+        (path,) = [p for p in self.files() if f"@0x{self.number:08x}@" in p.name and key in p.name]
         if path.read_bytes()[: len(payload)] != payload:
             raise SystemExit(f"{path.name} does not hold the bytes that were put")
         return path
