@@ -77,7 +77,7 @@ class IndexReader:
             for begin in range(0, len(digests), _KEYS_A_CALL):
                 part = joined[begin * DIGEST_BYTES : (begin + _KEYS_A_CALL) * DIGEST_BYTES]
                 values += await self._values(Kind.KV, namespace, part, until_s)
-                if None in values:
+                if len(values) < len(digests) and None in values:
                     break  # a hole: nothing behind it counts
             chain = ChainRecords(values, joined)
             missing = [number for number in chain.stores if number not in self._live]

@@ -35,16 +35,8 @@ TIERS_BY_CODE = {code: tier for tier, code in TIER_CODES.items()}
 # In the kind of a block's record: the store also has the window record at the end of this block. A
 # look-up of a chain then asks for those few windows instead of one a block.
 WINDOW_TOO = 0x80
-RECORDS = np.dtype(
-    [
-        ("store", "<u2"),
-        ("tier", "u1"),
-        ("kind", "u1"),
-        ("epoch", "<u4"),
-        ("place", "V28"),
-        ("tail", "<u4"),
-    ]
-)
+RECORDS = np.dtype([("head", "<u8"), ("place", "V28"), ("tail", "<u4")])
+HEAD = struct.Struct("<HBBI")  # store | tier | kind | boot epoch
 assert RECORDS.itemsize == RECORD_BYTES, "RECORDS is RECORD, for whole chains at once"
 _NAME_STARTS = {code: kind.value.encode() + b":" for kind, code in KIND_CODES.items()}
 _NO_TIER: frozenset[Tier] = frozenset()
