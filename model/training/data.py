@@ -23,7 +23,8 @@ from headrace.model.errors import ConfigError
 from headrace.model.named import package_tokenizer
 from headrace.model.token_map import build_token_map
 from headrace.model.training import recall, scenes, stories, talk
-from headrace.model.training.chat import BOS, IMAGE, Document, Encoder, Piece, Turn, conversation
+from headrace.model.training.chat import BOS, Document, Encoder, Piece
+from headrace.model.training.pictures import picture_talk
 from headrace.model.training.recall import Task
 
 # part -> (share of the tokens, weight of its answers)
@@ -40,6 +41,7 @@ PARTS = {
 }
 PART_NAMES = tuple(PARTS)
 _LEAST_DOCUMENT = 48
+_LEAST_PICTURE = 140  # tokens that every picture of a row has for itself and its questions
 # Texts begin at multiples: groups of two tokens and candidate blocks of eight entries are theirs.
 ALIGN = 8
 
@@ -101,8 +103,10 @@ class Mixer(IterableDataset[dict[str, torch.Tensor]]):
         long_recall: float = 0.0,
     ) -> None:
         """`shares` replaces parts' shares of the tokens, as weights beside the others' own;
-        `long_recall` is the share of recall tasks that fill at least half of the room. Raises
-        `ConfigError` for a part that is none or a share that is no such number."""
+        `long_recall` is the share of the rows without pictures that begin with a recall task of
+        half a row or more. `pictures` is a mean: half of the rows have all of them, so that the
+        others have room for long texts. Raises `ConfigError` for a part that is none or a share
+        that is no such number."""
         self.config, self.corpus = config, corpus
         self.shares = {name: share for name, (share, _) in PARTS.items()} | dict(shares or {})
         others = [name for name in PART_NAMES if name != "pictures"]
@@ -147,7 +151,17 @@ class Mixer(IterableDataset[dict[str, torch.Tensor]]):
         """Batch `number`."""
         rng = Random(f"{self.seed}:{number}:{self.length}")
         spent = {name: rng.random() * 300 for name in PARTS}
-        return self.collate([self._row(rng, spent) for _ in range(self.batch)], rng)
+        rows = []
+        for n in self._pictures_of_rows():
+            begins_long = n == 0 and rng.random() < self.long_recall
+            rows.append(self._row(rng, spent, n, begins_long))
+        return self.collate(rows, rng)
+
+    def _pictures_of_rows(self) -> list[int]:
+        """How many pictures each row has; the sum does not change from batch to batch."""
+        total, rows = self.pictures * self.batch, -(-self.batch // 2)
+        some = [total // rows + (row < total % rows) for row in range(rows)]
+        return some + [0] * (self.batch - rows)
 
     # ---- documents -------------------------------------------------------------------------
 
@@ -157,6 +171,13 @@ class Mixer(IterableDataset[dict[str, torch.Tensor]]):
             return self.corpus.cut(rng, n_tokens)
         text = " ".join(rng.choice(words_of_filler) for _ in range(n_tokens))
         return self.encoder.ids(text)[:n_tokens]
+
+    def filler(self, rng: Random, n_tokens: int) -> list[int]:
+        """What stands between codes: prose, sometimes a short piece of it again and again."""
+        if n_tokens < 100 or rng.random() < 0.7:
+            return self.fill(rng, n_tokens)
+        piece = self.fill(rng, rng.randint(20, 90))
+        return (piece * (n_tokens // len(piece) + 1))[:n_tokens]
 
     def _prose(self, rng: Random, room: int) -> Document:
         n = min(room, rng.randint(200, 1200))
@@ -169,34 +190,42 @@ class Mixer(IterableDataset[dict[str, torch.Tensor]]):
         return (talk.story_on_request(rng) if kind < 0.8 else talk.story_to_read(rng)).document()
 
     def _chat(self, rng: Random, room: int) -> Document:
-        return (talk.small_talk(rng) if rng.random() < 0.7 else talk.story_to_read(rng)).document()
+        makers = (talk.hello, talk.small_talk, talk.talk_with_story, talk.story_to_read)
+        return rng.choices(makers, (0.12, 0.33, 0.33, 0.22))[0](rng).document()
 
     def _recall(self, rng: Random, room: int) -> Document:
         return self.recall_task(rng, room).document()
 
-    def recall_task(self, rng: Random, room: int) -> Task:
-        """One of the recall tasks, of at most about `room` tokens, short ones often."""
+    def recall_task(self, rng: Random, room: int, is_long: bool = False) -> Task:
+        """One of the recall tasks, of at most about `room` tokens: short ones often, or of half
+        the room at least."""
         most = max(60, room - 60)
         size = int(math.exp(rng.uniform(math.log(40), math.log(most))))
-        if self.long_recall and rng.random() < self.long_recall:
+        if is_long:
             size = rng.randint(most // 2, most)
         kind = rng.random()
         if kind < 0.30:
             gaps = self._gaps(rng, size)
-            return recall.far(rng, self.fill, gaps, rng.randint(1, len(gaps)))
-        if kind < 0.42:
+            return recall.far(rng, self.filler, gaps, rng.randint(1, len(gaps)))
+        if kind < 0.42 and not is_long:
             return recall.near(rng, min(size // 2, rng.randint(3, 60)))
-        if kind < 0.66:
-            pairs = max(2, min(size // 7, 200))
-            return recall.table(rng, pairs, min(pairs, rng.randint(1, 6)))
-        if kind < 0.84:
+        if kind < 0.60:
+            asked = rng.randint(1, max(6, size // 150))
+            pairs = max(2, min((size - 26 * asked) // 10, 1_000))
+            return recall.table(rng, pairs, min(pairs, asked))
+        if kind < 0.74:
             names = rng.randint(1, max(1, min(12, size // 20)))
-            settings = max(names, size // 8)
-            return recall.overwrite(rng, names, settings, rng.randint(1, names))
+            asked = rng.randint(1, names)
+            return recall.overwrite(rng, names, max(names, (size - 26 * asked) // 12), asked)
+        if kind < 0.84:
+            rounds = rng.randint(2, max(2, min(12, size // 80)))
+            names = rng.randint(1, max(1, min(12, size // 40)))
+            settings = max(1, (size - 26 * rounds) // 12)
+            return recall.overwrite_in_turns(rng, names, settings, rounds)
         if kind < 0.95:
             turns = rng.randint(2, 6)
-            return recall.growth(rng, self.fill, turns, max(1, size // turns))
-        return recall.unknown(rng, self.fill, self._gaps(rng, size))
+            return recall.growth(rng, self.filler, turns, max(1, size // turns))
+        return recall.unknown(rng, self.filler, self._gaps(rng, size))
 
     @staticmethod
     def _gaps(rng: Random, size: int) -> list[int]:
@@ -204,22 +233,21 @@ class Mixer(IterableDataset[dict[str, torch.Tensor]]):
         n = rng.randint(1, max(1, min(8, size // 30)))
         borders = sorted(rng.randint(0, size) for _ in range(n))
         gaps = [b - a for a, b in zip(borders, [*borders[1:], size], strict=True)]
-        return [max(0, gap - 20) for gap in gaps]
+        return [max(0, gap - 48) for gap in gaps]  # a code, and its question later
 
     def _picture(self, rng: Random, room: int) -> Document:
-        scene = scenes.make_scene(rng)
-        asked = [("What is in the picture?", scene.caption), *scenes.questions(rng, scene)[:3]]
-        rng.shuffle(asked)
-        turns = [Turn(q, a) for q, a in asked]
-        turns[0] = Turn(f"{IMAGE}\n\n{turns[0].user}", turns[0].answer)
-        document = conversation(turns)
-        document.pictures.append(scene.pixels)
-        return document
+        """As many questions and as much other talk as `room` holds, one question at least."""
+        made = picture_talk(rng)
+        while True:
+            document = made.document()
+            if len(made.turns) == 1 or len(self.encoder.encode(document)[0]) <= room:
+                return document
+            made = made.shorter()
 
     # ---- rows ------------------------------------------------------------------------------
 
-    def _row(self, rng: Random, spent: dict[str, float]) -> Row:
-        t = self.length
+    def _row(self, rng: Random, spent: dict[str, float], pictures: int, begins_long: bool) -> Row:
+        t, makers = self.length, self._makers
         row = Row(
             np.full(t, self.config.pad_token_id, np.int64),
             np.zeros(t, np.float32),
@@ -229,17 +257,22 @@ class Mixer(IterableDataset[dict[str, torch.Tensor]]):
             [],
             [],
         )
-        at, number, pictures = 0, 0, self.pictures
+        at, number = 0, 0
         while at < t:
             room, number = t - at, number + 1
             name = "pictures" if pictures else self._due(spent)
             if room < _LEAST_DOCUMENT:
                 name = "prose"
-            document = self._makers[name](rng, room)
+            if begins_long and number == 1:
+                name = "recall"
+                document = self.recall_task(rng, room, is_long=True).document()
+            else:
+                own = room - (pictures - 1) * _LEAST_PICTURE if name == "pictures" else room
+                document = makers[name](rng, own)
             ids, weights = self.encoder.encode(document)
             if len(ids) > room:  # prose fills what is left exactly
                 if name == "pictures":
-                    raise ValueError(f"length: found {t}, too short for {self.pictures} pictures")
+                    raise ValueError(f"length: found {t}, too short for its pictures")
                 name = "prose"
                 ids, weights = self.encoder.encode(self._prose(rng, room))
             pictures -= name == "pictures"

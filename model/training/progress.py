@@ -60,6 +60,18 @@ class Log:
         self.started = self.last = time.monotonic()
         self.sums: torch.Tensor | None = None
         self.since = 0
+        self.steps_before = self.tokens_before = 0
+
+    def follow(self, path: Path) -> None:
+        """Begin with the lines of the run whose weights this one goes on from, and count on."""
+        if not path.is_file() or path.resolve() == self.path.resolve():
+            return
+        text = path.read_text("utf-8")
+        self.path.write_text(text, "utf-8")
+        lines = [json.loads(line) for line in text.splitlines()]
+        steps = [line for line in lines if "step" in line]
+        if steps:
+            self.steps_before, self.tokens_before = steps[-1]["step"], steps[-1]["tokens"]
 
     def add(self, trainer: Trainer, figures: Mapping[str, torch.Tensor], tokens: int) -> None:
         self.sums = figures["sums"] if self.sums is None else self.sums + figures["sums"]
@@ -71,8 +83,8 @@ class Log:
         parts = (sums[0] / sums[1].clamp(min=1)).tolist()
         mean = float(sums[0].sum() / sums[1].sum().clamp(min=1))
         line = {
-            "step": trainer.step,
-            "tokens": trainer.tokens,
+            "step": self.steps_before + trainer.step,
+            "tokens": self.tokens_before + trainer.tokens,
             "seconds": round(now - self.started, 1),
             "tokens_a_second": round(self.since / (now - self.last)),
             "loss": round(mean, 4),
@@ -86,7 +98,7 @@ class Log:
             file.write(json.dumps(line) + "\n")
         shown = " ".join(f"{k}={v:.2f}" for k, v in line["parts"].items())  # type: ignore[attr-defined]
         print(
-            f"{line['step']}/{trainer.plan.steps} {line['seconds']}s "
+            f"{trainer.step}/{trainer.plan.steps} {line['seconds']}s "
             f"{line['tokens_a_second']}tok/s loss={line['loss']} idx={line['index']} "
             f"norm={line['norm']} {shown}",
             flush=True,

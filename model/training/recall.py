@@ -39,8 +39,11 @@ class Fill(Protocol):
 
 
 def keys(rng: Random, count: int) -> list[str]:
-    """Different names, a colour and a thing each (at most 360)."""
+    """Different names, a colour and a thing each; more than 360 (to 1,440) have an age or a size
+    before them."""
     pairs = [f"{c} {o}" for c in words.COLOURS for o in words.OBJECTS]
+    if count > len(pairs):
+        pairs = [f"{kind} {pair}" for kind in ("old", "new", "small", "large") for pair in pairs]
     return rng.sample(pairs, count)
 
 
@@ -136,6 +139,23 @@ def overwrite(rng: Random, names: int, settings: int, asked: int = 1) -> Task:
     questions = [Turn(f"What is {key} now?", f"{key} is {values[key]}.") for key in order]
     first = "\n".join(lines) + f"\n\n{questions[0].user}"
     return Task((Turn(first, questions[0].answer), *questions[1:]))
+
+
+def overwrite_in_turns(rng: Random, names: int, settings: int, rounds: int) -> Task:
+    """As `overwrite`, with questions between the settings: what is right then may change later."""
+    known = keys(rng, names)
+    values: dict[str, str] = {}
+    turns, each = [], max(1, settings // rounds)
+    for _ in range(rounds):
+        lines = []
+        for _ in range(each):
+            key = rng.choice(known)
+            values[key] = digits(rng, 2)
+            lines.append(f"Set {key} to {values[key]}.")
+        key = rng.choice(sorted(values))
+        question = f"What is {key} now?"
+        turns.append(Turn("\n".join(lines) + f"\n\n{question}", f"{key} is {values[key]}."))
+    return Task(tuple(turns))
 
 
 def growth(rng: Random, fill: Fill, turns: int, longest: int) -> Task:

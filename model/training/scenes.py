@@ -134,11 +134,16 @@ def draw_digits(rng: Random, digits: str) -> np.ndarray:
     return pixels
 
 
+def digit_scene(rng: Random) -> Scene:
+    """One to three digits."""
+    digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(1, 3)))
+    return Scene(draw_digits(rng, digits), (), digits)
+
+
 def make_scene(rng: Random, n_items: int | None = None) -> Scene:
     """One to four items, no two in one place or of one colour and shape; or digits."""
     if n_items is None and rng.random() < 0.2:
-        digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(1, 3)))
-        return Scene(draw_digits(rng, digits), (), digits)
+        return digit_scene(rng)
     count = n_items or rng.choices((1, 2, 3, 4), (4, 3, 2, 1))[0]
     places = sorted(rng.sample(range(9), count))
     looks = rng.sample([(c, s) for c in COLOURS for s in SHAPES], count)

@@ -46,8 +46,27 @@ _UNKNOWN = (
 )
 
 
-def _personal(rng: Random) -> tuple[list[Turn], list[Turn]]:
-    """Things a user says about himself, and later questions about them."""
+# How people begin and end in a word or two; also alone in a talk.
+_SHORT = (
+    *((text, "Hello. How can I help you?") for text in ("Hello", "Hello!", "Hello there.", "Hey")),
+    *((text, "Hi. What can I do for you?") for text in ("Hi", "Hi!", "Hi.", "hi", "Hey there!")),
+    ("hello", "Hello. How can I help you?"),
+    ("Good morning", "Good morning. How can I help you?"),
+    ("Good afternoon.", "Good afternoon. What can I do for you?"),
+    ("Good evening!", "Good evening. What can I do for you?"),
+    ("How are you", "I am well, thank you. How can I help you?"),
+    ("Hello, how are you?", "I am well, thank you. How can I help you?"),
+    ("Thanks", "You are welcome."),
+    ("Thank you!", "You are welcome."),
+    ("Bye", "Goodbye."),
+    ("Goodbye!", "Goodbye. Have a good day."),
+    ("Help", "What do you need?"),
+    ("Who are you", "I am Headrace, a very small model. I tell stories and remember what you say."),
+)
+
+
+def _about_user(rng: Random) -> tuple[list[Turn], list[Turn]]:
+    """Things a user may say about himself, and later questions about them, in one order."""
     name = rng.choice(words.GIRLS + words.BOYS)
     city, colour = rng.choice(words.CITIES), rng.choice(words.COLOURS)
     animal, food, age = rng.choice(words.ANIMALS), rng.choice(words.FOODS), rng.randint(5, 90)
@@ -75,8 +94,66 @@ def _personal(rng: Random) -> tuple[list[Turn], list[Turn]]:
         Turn("How old am I?", f"You are {age} years old."),
         Turn("What is my work?", f"You work as a {role}."),
     ]
+    return said, asked
+
+
+def _personal(rng: Random) -> tuple[list[Turn], list[Turn]]:
+    """Things a user says about himself, and later questions about them."""
+    said, asked = _about_user(rng)
     chosen = rng.sample(range(len(said)), rng.randint(1, 4))
     return [said[i] for i in chosen], [asked[i] for i in chosen]
+
+
+def hello(rng: Random) -> Task:
+    """A few words of greeting, mostly alone."""
+    count = rng.choice((1, 1, 1, 2, 3))
+    return Task(tuple(Turn(*rng.choice((*_SHORT, *_GREETINGS))) for _ in range(count)))
+
+
+def short_turns(rng: Random, count: int) -> list[Turn]:
+    """So many turns of small talk: things the user says, greetings, questions about what was said
+    before. A question comes after what it asks for."""
+    said, asked = _about_user(rng)
+    rest = rng.sample(range(len(said)), len(said))
+    told: list[int] = []
+    turns: list[Turn] = []
+    while len(turns) < count:
+        kind = rng.random()
+        if rest and kind < 0.55:
+            told.append(rest.pop())
+            turns.append(said[told[-1]])
+        elif told and kind < 0.85:
+            turns.append(asked[rng.choice(told)])
+        else:
+            turns.append(Turn(*rng.choice(_GREETINGS)))
+    return turns
+
+
+def talk_with_story(rng: Random) -> Task:
+    """The user tells things, asks for a story, and then asks about both, in any order. A thing he
+    never told is not known."""
+    said, asked = _about_user(rng)
+    order = rng.sample(range(len(said)), len(said))
+    told, n_before = order[: rng.randint(1, 5)], rng.randint(1, 4)
+    story, questions = _story_turn(rng)
+    turns = [Turn(*rng.choice(_SHORT))] if rng.random() < 0.4 else []
+    turns += [said[i] for i in told[:n_before]]
+    turns.append(story)
+    later = [asked[i] for i in told[:n_before]] + questions[: rng.randint(0, 3)]
+    rng.shuffle(later)
+    for number in told[n_before:]:
+        later.insert(rng.randint(0, len(later)), said[number])
+        later.append(asked[number])
+    if rng.random() < 0.15:
+        question = asked[order[-1]].user
+        later.insert(rng.randint(0, len(later)), Turn(question, "I do not know."))
+    return Task((*turns, *later))
+
+
+def _story_turn(rng: Random) -> tuple[Turn, list[Turn]]:
+    """A story asked for, and questions about it in random order."""
+    made = story_on_request(rng, all_questions=True).turns
+    return made[0], list(made[1:])
 
 
 def small_talk(rng: Random) -> Task:
@@ -102,8 +179,8 @@ def small_talk(rng: Random) -> Task:
     return Task(tuple(turns), system)
 
 
-def story_on_request(rng: Random) -> Task:
-    """A story about named things, then questions about it."""
+def story_on_request(rng: Random, all_questions: bool = False) -> Task:
+    """A story about named things, then some or all questions about it."""
     name = rng.choice(words.GIRLS + words.BOYS)
     about = (name, rng.choice(words.COLOURS), rng.choice(words.OBJECTS))
     story = stories.tell(rng, about)
@@ -115,7 +192,8 @@ def story_on_request(rng: Random) -> Task:
         )
     )
     turns = [Turn(ask, story.text)]
-    asked = rng.sample(story.questions, rng.randint(0, min(4, len(story.questions))))
+    most = len(story.questions)
+    asked = rng.sample(story.questions, most if all_questions else rng.randint(0, min(4, most)))
     return Task((*turns, *(Turn(*pair) for pair in asked)))
 
 

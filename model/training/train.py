@@ -102,6 +102,8 @@ def _arguments() -> argparse.Namespace:
         "--stop-at", type=int, help="end after this step, to be resumed; 0: the drafter alone"
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="end after so long")
+    parser.add_argument("--seed", type=int, default=1, help="of the data, and of fresh weights")
+    parser.add_argument("--save-every", type=int, default=0, help="steps; 0: at the end alone")
     parser.add_argument("--select-from", type=float, default=0.62, help="share of the steps")
     parser.add_argument("--round-from", type=float, default=0.88, help="share of the steps")
     parser.add_argument("--rate", type=float, default=1.0, help="all step sizes times this")
@@ -117,7 +119,7 @@ def _arguments() -> argparse.Namespace:
         "--long-recall",
         type=float,
         default=0.0,
-        help="share of the recall tasks that fill at least half of the room",
+        help="share of the rows without pictures that begin with a recall task of half a row",
     )
     parser.add_argument("--drafter-seconds", type=float, default=0.0)
     parser.add_argument("--drafter-anchors", type=int, default=4096, help="blocks a step")
@@ -148,9 +150,10 @@ def _train(trainer: Trainer, batches: Iterator[Any], log: Log, a: argparse.Names
             if done == WARM_STEPS:
                 warm = now
             else:
-                left = max(0.0, a.fit_seconds - (now - log.started) - SELECT_S)
-                dense = 1 / (1 + (SELECT_COST - 1) * (1 - a.select_from))
-                more = int(left / (now - warm) * WARM_STEPS * dense)
+                left, cost = a.fit_seconds - (now - log.started), 1.0
+                if not trainer.plan.selecting(trainer.step):  # the steps timed had no selection
+                    left, cost = left - SELECT_S, 1 + (SELECT_COST - 1) * (1 - a.select_from)
+                more = int(max(0.0, left) / (now - warm) * WARM_STEPS / cost)
                 trainer.plan = replace(trainer.plan, steps=trainer.step + more)
                 print(f"steps: {trainer.plan.steps}", flush=True)
         last = trainer.plan.steps if a.stop_at is None else min(a.stop_at, trainer.plan.steps)
@@ -158,6 +161,8 @@ def _train(trainer: Trainer, batches: Iterator[Any], log: Log, a: argparse.Names
             return
         batch = trainer.to_device(next(batches))
         log.add(trainer, trainer.learn(batch), batch["ids"].numel())
+        if a.save_every and trainer.step % a.save_every == 0:
+            trainer.save(a.out, a.state)
 
 
 def main() -> None:
@@ -167,6 +172,7 @@ def main() -> None:
         a.steps,
         batch=a.batch,
         length=a.length,
+        seed=a.seed,
         select_from=a.select_from,
         round_from=a.round_from,
         pictures=a.pictures,
@@ -177,6 +183,8 @@ def main() -> None:
     if a.cache and a.cache.is_file():
         torch.compiler.load_cache_artifacts(zlib.decompress(a.cache.read_bytes()))
     log = Log(a.out / "log.jsonl", a.every)
+    if a.resume and a.resume.is_dir():
+        log.follow(a.resume / "log.jsonl")
     trainer = Trainer(plan, a.device)
     if a.resume:
         trainer.resume(a.resume)

@@ -179,15 +179,19 @@ def test_other_shares_and_longer_recall_are_what_was_asked_for():
     assert usual[recall_at] / usual.sum() < 0.35 and more[recall_at] / more.sum() > 0.5
     assert (more > 0).all()
 
-    def lengths(**changes) -> list[int]:
-        mixer, rng = toy_mixer(**changes), Random(5)
-        found = (
-            mixer.encoder.encode(mixer.recall_task(rng, 1200).document())[0] for _ in "x" * 200
-        )
-        return [len(ids) for ids in found]
+    def long_texts(share: float) -> list[bool]:
+        """Of the rows without pictures: whether the first text is recall of half the row."""
+        found = []
+        for number in range(12):
+            made = toy_mixer(length=2048, long_recall=share).make(number)
+            for row, image in enumerate(made["image"].any(-1)):
+                first = made["part"][row][made["document"][row] == 1]
+                if not image:
+                    found.append(bool(first[0] == recall_at and len(first) > 900))
+        return found
 
-    short, long = (sum(n > 500 for n in lengths(long_recall=x)) for x in (0.0, 1.0))
-    assert short < 100 and long > short + 50, (short, long)
+    assert len(long_texts(0.0)) == 12 and sum(long_texts(0.0)) <= 2
+    assert sum(long_texts(1.0)) >= 8
 
 
 def test_rows_are_packed_as_the_forward_expects():
