@@ -24,7 +24,7 @@ class Commit:
     kind: Kind
     digest: Digest
     payload: bytes
-    parent: Digest
+    parent: Digest | None
     block: int
     domain: str
 
@@ -57,10 +57,15 @@ class Committer:
         return True
 
     def block(self, job: Job, index: int, digest: Digest, payload: bytes) -> None:
-        """Offer block `index` of a job, completed here; its digest joins the job's chain."""
+        """Offer block `index` of a job, completed here; its digest joins the job's chain.
+
+        Behind a block that is stored in the exact class it hangs on nothing: that block is not in
+        the class of this one."""
         if index == len(job.digests):
             job.digests.append(digest)
-        parent = job.digests[index - 1] if index else job.request.chain_root
+        parent: Digest | None = job.digests[index - 1] if index else job.request.chain_root
+        if index - 1 in job.handoff.exact_stored:
+            parent = None
         commit = Commit(Kind.KV, digest, payload, parent, index, job.request.domain)
         job.stages.committed_blocks += self.offer(commit)
 

@@ -134,6 +134,7 @@ class Handoff:
     digests: tuple[Digest, ...]
     exact_digests: tuple[Digest, ...] = ()  # mode `replay`: the same blocks in the exact namespace
     exact: set[int] = field(default_factory=set)  # blocks whose told place holds exact bytes
+    exact_stored: set[int] = field(default_factory=set)  # blocks ever told of in that class
     told: dict[int, Place] = field(default_factory=dict)
     here: set[int] = field(default_factory=set)
     damaged: set[int] = field(default_factory=set)
@@ -156,6 +157,8 @@ class Handoff:
             for index, place in enumerate(message.places, start=first)
             if self._news(index, place)
         ]
+        if exact:
+            self.exact_stored.update(range(first, first + count))
         numbers = {index for index, _ in news}
         for index, place in enumerate(message.places, start=first):
             if index not in self.here and self.told[index] != place:

@@ -151,6 +151,14 @@ class Job:
     def key(self) -> JobKey:
         return self.message.request.key
 
+    def parent_of(self, index: int) -> Digest | None:
+        """What block `index` of the own class hangs on. None behind blocks that were read in the
+        exact class: the block before it is not stored in this one."""
+        if not index:
+            return self.request.chain_root
+        behind_exact = index == self.hit_blocks <= len(self.exact_digests)
+        return None if behind_exact else self.request.digests[index - 1]
+
     @property
     def rows_to_come(self) -> int:
         """Estimate of the rows that the engine does not know of yet."""

@@ -53,7 +53,7 @@ class Sealer:
                 [(event.digest, self._engine.block_view(event.block)) for event in blocks[done:]],
                 lease=job.key,
                 wait_s=SEAL_WAIT_S,
-                parent=request.digests[first - 1] if first else request.chain_root,
+                parent=job.parent_of(first),
                 first_block=first,
                 domain=request.domain,
             )

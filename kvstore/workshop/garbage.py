@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from headrace.kvstore.layout import ObjectFacts
+from headrace.kvstore.layout import NO_DIGEST, ObjectFacts
 from headrace.kvstore.settings import Kind
 
 
@@ -48,7 +48,9 @@ def judge(objects: Mapping[bytes, Stored], wishes: Wishes) -> Iterator[tuple[byt
     )
     for key, stored in order:
         facts = stored.facts
-        hangs = facts.kind is Kind.SWA or (facts.kind is Kind.KV and facts.block > 0)
+        # A block without a parent follows blocks of another class (docs/kv-format.md).
+        follows = facts.block > 0 and facts.parent != NO_DIGEST
+        hangs = facts.kind is Kind.SWA or (facts.kind is Kind.KV and follows)
         flaw = None
         if (
             facts.namespace in wishes.namespaces

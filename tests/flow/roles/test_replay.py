@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from headrace.core.chain import as_token_ids
+from headrace.core.chain import as_token_ids, block_digests
 from headrace.core.ids import Digest, RequestId
 from headrace.core.request import GenRequest, HandoffMode
 from headrace.core.rows import StartKind, floor_grain, plan_decode, plan_prefill
 from headrace.engine import BlockDone, Engine, EngineSettings, Half, Job, TokenSampled, WindowDone
-from headrace.kvstore import IndexReader, StoreClient
+from headrace.kvstore import IndexReader, Kind, StoreClient
 from headrace.kvstore.layout import SlotHeader
+from headrace.kvstore.workshop.directory import StoreDirectory
+from headrace.kvstore.workshop.garbage import Wishes
+from headrace.kvstore.workshop.repair import find_garbage
 from headrace.model import Numerics, load_named
 
 MODEL = "t1"
@@ -209,3 +213,46 @@ async def test_exact_bytes_are_read_first_and_keep_their_class(
     await cluster.at_rest()
     # What is exact was not copied into the other namespace.
     assert await cluster.prefill.store.open_prefix(tainted.digests, None) == ()
+
+
+@pytest.mark.parametrize("made_by", ["prefill", "decode"])
+async def test_what_stands_behind_an_exact_head_is_no_orphan(
+    cluster, prompt, new_decode, store_settings, tag, tmp_path, made_by: str
+) -> None:
+    """Its head lies in the other class, so `headrace store gc` must not look for it in its own."""
+    head = prompt(384, f"exact head for {made_by}")
+    deployment = {"handoff_mode": HandoffMode.EXACT}
+    decode = await new_decode(f"decode-before-{made_by}", **deployment)
+    to_decode = await cluster.router.connect(decode.shell.address)
+    tail = prompt(300 if made_by == "prefill" else 60, "behind it")
+    tainted = cluster.request([*head, *tail], 80)
+    plain = cluster.request(head, 1)
+    plain = dataclasses.replace(
+        plain,
+        request_id=RequestId(f"exact head for {made_by}"),
+        chain_root=plain.exact_root,
+        digests=plain.exact_digests(plain.token_ids),
+        mode=HandoffMode.EXACT,
+        exact_root=None,
+    )
+    await (await cluster.router.send(plain, to_decode)).result()
+    assert await decode.work.committer.flush(5.0)
+    answer = await (await cluster.handoff(tainted)).result()
+    await cluster.at_rest()
+    await cluster.written()
+    known = as_token_ids([*head, *tail, *answer][:-1])  # no row ran for the last token
+    chain = block_digests(tainted.chain_root, known)
+    store = cluster.prefill.store
+    # The three of the head are not in this class, all that follow are.
+    places = await store.open_objects(Kind.KV, chain, None)
+    made = len(chain) - 3
+    assert [place is not None for place in places] == [False] * 3 + [True] * made and made
+    async with asyncio.timeout(30):
+        while (stat := await store.stat()) is None or stat.pending:
+            await asyncio.sleep(0.02)
+    shutil.copytree(store_settings(tag).directory, tmp_path / "copy")
+    with StoreDirectory(tmp_path / "copy") as files:
+        stored = {bytes(header.facts.digest) for _, header in files.objects().values()}
+        assert set(chain[3:]) <= stored
+        found = find_garbage(files, Wishes(), lambda done, total: None)
+    assert found.counts() == {} and found.objects == len(stored)

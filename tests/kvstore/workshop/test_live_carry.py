@@ -191,6 +191,17 @@ async def test_a_running_store_loses_what_nobody_can_reach(old, things, when_idl
     assert await there(old, things) == [0, 1, 2, 3, 4, 10, 11]
 
 
+async def test_a_block_that_hangs_on_nothing_is_no_orphan(old, things, when_idle):
+    """The first block behind a prefix that is stored in another class."""
+    (client,) = old.clients
+    await client.put(Kind.KV, things.blocks(70, 71), parent=None, first_block=3, domain="gold")
+    await when_idle(client)
+    old.options["clock"].advance(120)
+    assert (await clean(old))["flaws"] == {"orphan": 2}
+    places = await client.open_objects(Kind.KV, [things.digest(n) for n in (70, 71)], None)
+    assert None not in places
+
+
 async def test_what_is_young_leased_or_pinned_stays(old, things, when_idle):
     (client,) = old.clients
     lease = things.lease("a request")
