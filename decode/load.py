@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ T = TypeVar("T")
 # Another host's store lists what was sealed a moment later, and ours believes for `absent_s` (half
 # a second) that what it asked for is nowhere: so it is asked again after these pauses.
 _AGAIN_S = (0.1, 0.7, 1.4)
+_ATTACH_S = 1.5  # a client that lost its store tries again at least every 0.65 s
 
 
 def read_verified(store: StoreClient, place: Place, digest: Digest, n_bytes: int) -> bytes | None:
@@ -258,17 +260,22 @@ class Loader:
     async def _fetched(
         self, job: Job, store: StoreClient, items: list[tuple[int, Place, Digest]]
     ) -> list[tuple[int, Place, Digest]]:
-        """`items` with the places that other hosts' stores told of replaced by those at which this
-        host's store has brought the blocks; what it could not bring stays as it is, a miss."""
+        """`items` with the places that other hosts' stores told of, or this host's in an earlier
+        life, replaced by those at which this host's store has brought the blocks; what it could not
+        bring stays as it is, a miss."""
+        await _in_time(store, [place for _, place, _ in items])
         far = [digest for _, place, digest in items if store.is_elsewhere(place)]
-        if not far:
-            return items
-        found = await _asked_again(
-            lambda: store.open_objects(Kind.KV, far, job.key), lambda places: None not in places
-        )
-        near = {d: place for d, place in zip(far, found, strict=True) if place is not None}
-        self._counts.fetched_blocks += len(near)
-        self._counts.unreached_blocks += len(far) - len(near)
+        past = [digest for _, place, digest in items if store.is_past(place)]
+        near: dict[Digest, Place] = {}
+        for digests, pauses_s in ((past, ()), (far, _AGAIN_S)):
+            if not digests:
+                continue
+            ask = functools.partial(store.open_objects, Kind.KV, digests, job.key)
+            found = await _asked_again(ask, lambda places: None not in places, pauses_s)
+            near |= {d: place for d, place in zip(digests, found, strict=True) if place is not None}
+        fetched = len(near.keys() & set(far))
+        self._counts.fetched_blocks += fetched
+        self._counts.unreached_blocks += len(far) - fetched
         return [(index, near.get(digest, place), digest) for index, place, digest in items]
 
     async def _load_window(self, job: Job, message: WindowReady) -> None:
@@ -276,6 +283,7 @@ class Loader:
         prefill let it go."""
         position, place = message.position, message.place
         block = job.handoff.digests[position // GRAIN - 1]
+        await _in_time(self._store, [place])
         pauses_s = _AGAIN_S if self._store.is_elsewhere(place) else ()
         found = await _asked_again(
             lambda: self._store.open_windows([(position, block)], job.key),
@@ -321,10 +329,15 @@ class Loader:
         task.add_done_callback(_log_failure)
 
 
+async def _in_time(store: StoreClient, places: Sequence[Place]) -> None:
+    """Places of a life of this host's store that the client does not know are news of a restart
+    that it has not seen the end of: wait until it has found the store again, if that is soon."""
+    if not store.connected and any(store.is_past(place) for place in places):
+        await store.connect(_ATTACH_S)
+
+
 async def _asked_again(
-    ask: Callable[[], Awaitable[T]],
-    whole: Callable[[T], bool],
-    pauses_s: Sequence[float] = _AGAIN_S,
+    ask: Callable[[], Awaitable[T]], whole: Callable[[T], bool], pauses_s: Sequence[float]
 ) -> T:
     """The first answer that is whole, or the last one."""
     answer = await ask()

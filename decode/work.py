@@ -342,11 +342,11 @@ class Decoder:
         closing.add_done_callback(self._closing.discard)
 
     async def _close(self, job: Job) -> None:
-        """Give back what the job holds. Loads in threads are not waited for: the tickets of their
-        fills are closed by the release."""
+        """Give back what the job holds. Loads are ended first, so that none leases anything later;
+        their threads are not waited for: the tickets of their fills are closed by the release."""
         if job.deadline is not None:
             job.deadline.cancel()
-        await end_tasks(lambda: (job.leaving, job.task))
+        await end_tasks(lambda: (job.leaving, job.task, *job.loads))
         with contextlib.suppress(Unavailable):  # an engine that ended holds nothing
             await self._driver.call(self._engine.release, job.key)
         self._line.news()

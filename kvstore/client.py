@@ -22,6 +22,7 @@ from headrace.kvstore.arena import Arena, Reading
 from headrace.kvstore.connection import Connection, StoreGone, attach
 from headrace.kvstore.held import HeldLeases
 from headrace.kvstore.layout import NO_DIGEST, Buffer, domain_tag
+from headrace.kvstore.lives import same_store
 from headrace.kvstore.messages import (
     AskStat,
     Done,
@@ -77,7 +78,6 @@ class StoreClient:
         self._connection: Connection | None = None
         # Kept while the store is away: bytes that are mapped and verify are right, whoever died.
         self._mapped: tuple[BootId, Arena] | None = None
-        self._boots: set[BootId] = set()  # lives of this host's store that this client met
         self._keeper: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0  # the loop's
@@ -143,7 +143,6 @@ class StoreClient:
                 self._leases.clear()
             self._connection = connection
             self._mapped = (connection.boot, connection.arena)
-            self._boots.add(connection.boot)
             self._reserved.clear()
             self.attaches += 1
             self._attached.set()
@@ -225,9 +224,16 @@ class StoreClient:
         return places if len(places) == len(digests) else nothing
 
     def is_elsewhere(self, place: Place) -> bool:
-        """Whether a place is in no life of this host's store that this client knows: then another
-        host's, and to be asked for by digest, which fetches it from there."""
-        return bool(self._boots) and place.store not in self._boots
+        """Whether a place is another host's: to be asked for by digest, which fetches it from
+        there. False while this client has never met its own store."""
+        mapped = self._mapped
+        return mapped is not None and not same_store(mapped[0], place.store)
+
+    def is_past(self, place: Place) -> bool:
+        """Whether a place is in another life of this host's store than the one that this client is
+        attached to, or was last: what lay there may be on disk, and can be asked for by digest."""
+        mapped = self._mapped
+        return mapped is not None and mapped[0] != place.store and not self.is_elsewhere(place)
 
     def read_into(self, place: Place, digest: Digest, dest: bytearray | memoryview) -> bool:
         """Copy the payload at `place` into `dest` (at least `place.payload_bytes` bytes), verified.

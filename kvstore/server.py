@@ -16,7 +16,7 @@ from headrace.core import faults
 from headrace.core.card import Member, Role
 from headrace.core.clock import SYSTEM_CLOCK, Clock
 from headrace.core.errors import ConfigError
-from headrace.core.ids import BootId, new_boot_id
+from headrace.core.ids import BootId
 from headrace.core.link import Link, open_link, parse_address, serve_links
 from headrace.core.role import Ready, RoleSettings
 from headrace.core.states import ReplicaState
@@ -24,6 +24,7 @@ from headrace.kvstore.answers import stored_chain
 from headrace.kvstore.arena import create_arena, plan_regions
 from headrace.kvstore.files import FileCalls, lock_directory
 from headrace.kvstore.graves import Graves
+from headrace.kvstore.lives import epoch_of, new_life
 from headrace.kvstore.members import Beat, MemberBoard
 from headrace.kvstore.messages import STORE_MESSAGES
 from headrace.kvstore.metrics import Snapshot, StoreMetrics
@@ -71,11 +72,14 @@ async def run_store(
         stack.callback(os.close, lock)
         await _refuse_second(role, path)
         SaltBook.ensure(store.directory)
-        boot = new_boot_id()
         regions = plan_regions(store)
         descriptor, arena = await asyncio.to_thread(create_arena, regions)
         stack.callback(os.close, descriptor)
         leases = role.deployment.leases
+        files = SegmentFiles(store, calls)
+        stack.callback(files.close)
+        await asyncio.to_thread(files.open)
+        boot = new_life(files.uid)
         state = StoreState(
             arena,
             boot,
@@ -85,13 +89,11 @@ async def run_store(
             policy=store,
             ssd_bytes=store.ssd_bytes,
         )
-        files = SegmentFiles(store, calls)
-        stack.callback(files.close)
-        await asyncio.to_thread(_open_files, files, state)
+        await asyncio.to_thread(_take_up, files, state)
         writing = stack.enter_context(ThreadPoolExecutor(_WRITE_THREADS, "store-write"))
         reading = stack.enter_context(ThreadPoolExecutor(_READ_THREADS, "store-read"))
-        epoch = int(boot[:8], 16)
-        publisher = Publisher(state, store, leases, clock, role.redis_url, files.uid, epoch)
+        redis_url, epoch = role.redis_url, epoch_of(boot)
+        publisher = Publisher(state, store, leases, clock, redis_url, files.uid, epoch)
         writer = Writer(state, files, publisher, store, writing)
         pins = _take_up_pins(store, state, clock)
         service = Store(state, files, publisher, writer, reading, pins, store)
@@ -146,9 +148,8 @@ def _serve_metrics(stack: contextlib.AsyncExitStack, store: Store, settings: Sto
     stack.push_async_callback(asyncio.to_thread, end)
 
 
-def _open_files(files: SegmentFiles, state: StoreState) -> None:
+def _take_up(files: SegmentFiles, state: StoreState) -> None:
     began_s = time.monotonic()
-    files.open()
     # A collector that walks a million living objects again and again costs a quarter of the start,
     # and later stops every request for as long as one walk takes: what is found here stays.
     collects = gc.isenabled()
