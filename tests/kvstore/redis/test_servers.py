@@ -19,6 +19,7 @@ from headrace.core.limits import LeaseTimes
 from headrace.core.states import ReplicaState
 from headrace.kvstore import IndexReader, Kind, MemberBoard
 from headrace.kvstore.graves import Graves
+from headrace.kvstore.index import NO_HITS
 from headrace.kvstore.records import NUMBERS_KEY
 from headrace.kvstore.redis_link import RedisAway, RedisLink
 from headrace.kvstore.redis_servers import RedisServers
@@ -96,21 +97,39 @@ async def test_a_shard_that_is_gone_costs_hits_and_nothing_else(
 ):
     url = "redis-cluster://" + ",".join(server.address for server in cluster)
     _, client, reader = await stores(url)
+    chain = [things.digest(n) for n in range(40)]
     await client.put(Kind.KV, things.blocks(*range(30)))
     await listed(client)
     await sees(reader, things, range(30), 30, wait_until)
+    shares = [len([k for k in s.client.keys("kv:*") if b"store" not in k]) for s in cluster]
+    assert sum(shares) == 30 and min(shares) > 0
     cluster[1].kill()
     assert cluster[1].process.returncode == -signal.SIGKILL
-    places = await client.put(Kind.KV, things.blocks(*range(30, 40)))
-    assert None not in places
-    hits = await reader.hit_blocks(things.namespace, [things.digest(n) for n in range(40)])
-    assert 0 <= hits.blocks <= 40
-    found = await client.open_prefix([things.digest(n) for n in range(40)], None)
+    # What is on the other two shards could be counted, but a part of a chain is no answer.
+    errors = reader.errors
+    assert await reader.hit_blocks(things.namespace, chain) == NO_HITS
+    assert not reader.healthy and reader.errors == errors + 1
+    # The store takes and gives as before; what it cannot list waits.
+    assert None not in await client.put(Kind.KV, things.blocks(*range(30, 40)))
+
+    async def told_off() -> bool:
+        stat = await client.stat()
+        return stat.index != "ok" and stat.index_unlisted > 0 and not stat.pending
+
+    await wait_until(told_off, "a store that says that its index is away")
+    found = await client.open_prefix(chain, None)
     assert len(found) == 40
     dest = bytearray(3000)
     for number, place in enumerate(found):
         assert client.read_into(place, things.digest(number), dest)
         assert bytes(dest) == things.payload(number)
+    assert await reader.hit_blocks(things.namespace, chain) == NO_HITS
+    # The shard comes back empty: what it held is told again, and what waited.
+    cluster[1].start()
+    await sees(reader, things, range(40), 40, wait_until)
+    await listed(client)
+    shares = [len([k for k in s.client.keys("kv:*") if b"store" not in k]) for s in cluster]
+    assert sum(shares) == 40 and shares[1] > 0
 
 
 async def test_records_of_an_earlier_life_leave_all_shards(
