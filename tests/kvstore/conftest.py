@@ -322,19 +322,14 @@ class StoreProcess:
 
 @pytest.fixture
 def start_process(home: str) -> Iterator[Callable[..., StoreProcess]]:
-    """`start(redis_url="", fault="", die_at=0, half=False, **settings)`: returns when the store
-    serves, or has ended. `die_at`: SIGKILL before that op on a file."""
+    """`start(redis_url="", fault="", **settings)`: returns when the store serves, or has ended."""
     started: list[StoreProcess] = []
 
-    def start(
-        redis_url: str = "", fault: str = "", die_at: int = 0, half: bool = False, **changes: Any
-    ) -> StoreProcess:
+    def start(redis_url: str = "", fault: str = "", **changes: Any) -> StoreProcess:
         log = Path(home) / f"process-{len(started)}.log"
         told = {
             "home": home,
             "redis_url": redis_url,
-            "die_at": die_at,
-            "half": half,
             "settings": asdict(make_settings(home, **changes)),
         }
         environment = {**os.environ, "HEADRACE_FAULTS": fault}

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import pytest
 import redis
+from headrace_tests import module
 from headrace_tests_kvstore_disk import Op, Recorder
 from headrace_tests_kvstore_wire import Proxy, everything
 
 from headrace.core import faults
 from headrace.kvstore import EmbeddedRedis, Kind, StoreClient, StoreSettings
+
+Mother = module("tests/kvstore/crash/forks.py").Mother
 
 SETTINGS = {
     "arena_bytes": 160_000,
@@ -99,3 +102,11 @@ def recorded(shared_valkey: EmbeddedRedis, new_rig, wait_idle, all_things) -> It
     yield asyncio.run(run())
     plain.close()
     shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def mother() -> Iterator[Mother]:
+    """Forks stores as processes."""
+    made = Mother()
+    yield made
+    made.close()
