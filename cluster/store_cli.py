@@ -1,6 +1,6 @@
 """`headrace store`: look into a store, repair it, carry prefixes, and measure a disk.
 
-A running store is asked; what has to own the files works on a directory that nobody serves.
+A running store is asked; a directory that nobody serves is opened.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from headrace.cluster.store_steps import (
     findings_values,
     garbage_of,
     hex_bytes,
+    import_into,
     live_findings,
-    open_files,
     pick_chains,
     said,
     seconds,
@@ -42,7 +42,7 @@ from headrace.cluster.stores import economics, economics_values, find_target
 from headrace.core.errors import ConfigError
 from headrace.kvstore.layout import domain_tag
 from headrace.kvstore.questions import Topic
-from headrace.kvstore.workshop import carry, live, repair
+from headrace.kvstore.workshop import live, repair
 from headrace.kvstore.workshop.directory import StoreDirectory
 from headrace.kvstore.workshop.garbage import Wishes
 from headrace.kvstore.workshop.survey import Chain
@@ -206,24 +206,29 @@ def import_(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Verify a whole prefix file, then write what is missing into free slots. Pushes nothing out.
+    """Verify a whole prefix file, then write what is missing into free slots, of a running store
+    too. Pushes nothing off the disk; one that was interrupted may be begun again.
 
     The file must come from a store with the same salt. It proves that its bytes are those exported,
     not that they were computed honestly: import what you would trust as weights."""
     with said():
         target = find_target(directory, name)
-        with bar("import") as step, open_files(target, "import") as files:
-            done = carry.import_file(files, file, step, force=new_namespace)
+        done = import_into(target, file, force=new_namespace)
         words = (
             f"{done.written:,} objects written, {done.known:,} were there,"
             f" {done.no_room:,} found no free slot"
         )
+        if done.unsaved:
+            words += f", {done.unsaved:,} are in memory only"
         show(asdict(done), words, as_json)
     if done.no_room:
         err.print(
             "no free slot: start the store once with a larger store.ssd_bytes, or empty whole"
             " segments with `headrace store gc`"
         )
+    if done.unsaved:
+        err.print("in memory only: the disk failed, or another store has just written them")
+    if done.no_room or done.unsaved:
         raise typer.Exit(1)
 
 
@@ -312,7 +317,7 @@ def _walk(
             if target.live is not None:
                 values = live_findings(live.scrub(target.live, drop=bool(done), progress=step))
             else:
-                with open_files(target, what) as files:
+                with StoreDirectory(target.directory) as files:
                     values = findings_values(verb(files, step))
         show(values, walk_view(values, done), as_json)
     if values["damaged"]:

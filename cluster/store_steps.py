@@ -25,6 +25,7 @@ from headrace.kvstore.questions import Topic
 from headrace.kvstore.workshop import carry, live, repair
 from headrace.kvstore.workshop.directory import StoreDirectory
 from headrace.kvstore.workshop.garbage import Wishes
+from headrace.kvstore.workshop.live_import import import_file
 from headrace.kvstore.workshop.repair import Findings
 from headrace.kvstore.workshop.shipping import PrefixFile
 from headrace.kvstore.workshop.survey import Chain, Seen, chains, find_tip, plain, sums
@@ -33,17 +34,6 @@ out = Console(highlight=False, soft_wrap=True, emoji=False)
 err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 MAX_ROWS = 10_000  # chains that a running store names at once
 _TIMES_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-
-
-def open_files(target: Target, what: str) -> StoreDirectory:
-    """The files of a store that nobody serves. Raises `ConfigError` when a cluster does."""
-    if target.live is not None:
-        raise ConfigError(
-            f"{what} has to own the files, and a running cluster serves {target.directory}:"
-            f" `headrace down`, then `headrace store {what} ... {target.directory}`, then"
-            " `headrace up`"
-        )
-    return StoreDirectory(target.directory)
 
 
 def findings_values(found: Findings) -> dict[str, Any]:
@@ -187,6 +177,15 @@ def export_from(
         with bar("export") as step:
             about = carry.export_chains(files, namespace, tips, file, step, force=force)
     return about, len(tips)
+
+
+def import_into(target: Target, file: Path, *, force: bool) -> carry.Imported:
+    """Read a prefix file into a running store or a directory."""
+    with bar("import") as step:
+        if target.live is not None:
+            return import_file(target.live, target.directory, file, step, force=force)
+        with StoreDirectory(target.directory) as files:
+            return carry.import_file(files, file, step, force=force)
 
 
 def garbage_of(target: Target, wishes: Wishes, *, dry_run: bool, index: bool) -> dict[str, Any]:

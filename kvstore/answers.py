@@ -11,6 +11,8 @@ from typing import Any
 
 from headrace.core.errors import ConfigError, HeadraceError
 from headrace.kvstore.cleaning import clean, contents
+from headrace.kvstore.importing import ImportDesk
+from headrace.kvstore.messages import cut_digests
 from headrace.kvstore.objects import object_key
 from headrace.kvstore.pins import MAX_TTL_S, Pin, PinBook
 from headrace.kvstore.questions import Answer, Question, Topic, read_values
@@ -36,6 +38,7 @@ class Answers:
         metrics: Callable[[], str],
         scrub: Callable[[int, bool], Awaitable[dict[str, Any]]],
         sweep: Callable[[], Awaitable[tuple[int, int]]],
+        desk: ImportDesk,
     ) -> None:
         self._state = state
         self._pins = pins
@@ -44,6 +47,7 @@ class Answers:
         self._metrics = metrics
         self._scrub = scrub
         self._sweep = sweep
+        self._desk = desk
 
     async def answer(self, question: Question) -> Answer:
         """Never raises for what a question holds."""
@@ -58,6 +62,8 @@ class Answers:
             Topic.CONTENTS: self._contents,
             Topic.CLEAN: self._clean,
             Topic.SWEEP: self._sweep_index,
+            Topic.LAYOUT: self._layout,
+            Topic.ROOM: self._room,
             Topic.METRICS: self._scrape,
         }
         try:
@@ -147,6 +153,15 @@ class Answers:
         )
         found = await clean(self._state, self._pins, wishes, dry_run=values["dry_run"])
         return found | {"pins_ended": []}  # a running store ends pins by itself
+
+    async def _layout(self, text: str) -> dict[str, Any]:
+        values = read_values(text, namespace=str)
+        return await self._desk.layout(bytes.fromhex(values["namespace"]))
+
+    async def _room(self, text: str) -> dict[str, Any]:
+        values = read_values(text, kind=str, namespace=str, digests=str)
+        digests = cut_digests(bytes.fromhex(values["digests"]))
+        return self._desk.room(Kind(values["kind"]), bytes.fromhex(values["namespace"]), digests)
 
     async def _sweep_index(self, text: str) -> dict[str, Any]:
         stores, records = await self._sweep()

@@ -292,7 +292,7 @@ class StoreClient:
         wait_s: float = 0.0,
         parent: Digest | None = None,
         first_block: int = 0,
-        domain: str = "",
+        domain: str | bytes = "",
     ) -> tuple[Place | None, ...]:
         """Store objects; one answer an item, in order: where it is readable now, or None where it
         was dropped (no room, the store away).
@@ -303,10 +303,11 @@ class StoreClient:
         `wait_s`; without, what finds no room is dropped. What is sealed becomes durable later.
 
         For kind KV the items are consecutive blocks of one chain from number `first_block` on, and
-        `parent` is the digest before the first; for others both describe each item."""
+        `parent` is the digest before the first; for others both describe each item. `domain` is a
+        name, or the tag of 16 bytes that a header carries."""
         places: list[Place | None] = []
         until_s = asyncio.get_running_loop().time() + wait_s
-        tag = domain_tag(domain)
+        tag = domain if isinstance(domain, bytes) else domain_tag(domain)
         before, block = parent or NO_DIGEST, first_block
         while len(places) < len(items):
             batch = self._next_batch(kind, items, len(places))

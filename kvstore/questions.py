@@ -35,6 +35,8 @@ class Topic(StrEnum):
     SCRUB = "scrub"  # {segment, drop} -> {sound, sound_bytes, damaged, segments}
     CONTENTS = "contents"  # {namespace, tips, offset} -> {rows, total}, `cleaning.contents`
     CLEAN = "clean"  # {before_s, namespaces, domains, dry_run} -> what went, pins_ended
+    LAYOUT = "layout"  # {namespace} -> what an import must fit, `importing.ImportDesk`
+    ROOM = "room"  # {kind, namespace, digests: hex} -> {states, free_slots}, there too
     SWEEP = "sweep"  # {} -> {stores, records}: removed from the index
     METRICS = "metrics"  # {} -> {text}: Prometheus exposition
 

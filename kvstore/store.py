@@ -17,6 +17,7 @@ from headrace.core.messages import Place
 from headrace.kvstore.answers import Answers
 from headrace.kvstore.counters import UNKNOWN
 from headrace.kvstore.graves import Graves
+from headrace.kvstore.importing import ImportDesk
 from headrace.kvstore.layout import ObjectFacts
 from headrace.kvstore.loads import Loader
 from headrace.kvstore.messages import Reserve, cut_digests, unpack_sizes
@@ -74,6 +75,7 @@ class Store:
             StoreMetrics(self.snapshot, shares).text,
             partial(scrub_segment, state, files, threads),
             self._sweep,
+            ImportDesk(state, files, settings),
         )
 
     # reading ---------------------------------------------------------------------------------

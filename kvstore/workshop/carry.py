@@ -101,11 +101,13 @@ def _with_windows(
 @dataclass(slots=True)
 class Imported:
     """What an import did. `no_room`: tails that found no free slot; nothing is pushed out for an
-    import."""
+    import. `unsaved`: what a running store keeps in memory only, since its disk failed or another
+    store has just written it."""
 
     written: int = 0
     known: int = 0
     no_room: int = 0
+    unsaved: int = 0
     payload_bytes: int = 0
 
 
@@ -125,30 +127,39 @@ def check_fits(about: PrefixFile, mark: bytes, namespaces: set[bytes], *, force:
 
 
 def check_sizes(
-    directory: StoreDirectory,
-    namespace: bytes,
     sizes: Mapping[Kind, int],
-    here: Iterable[ObjectFacts],
+    most: Mapping[Kind, int],
+    known: Mapping[Kind, set[int]],
+    where: str,
 ) -> None:
-    """Raises `FileRefused` for a kind whose payloads have another size than those of the namespace
-    that are here, or could stand in no segment of this directory."""
+    """Raises `FileRefused` for a kind whose payloads have more bytes than `most`, the bound of
+    `where`, or another size than those of the namespace that are here, `known`."""
+    for kind, size in sizes.items():
+        if size > most[kind]:
+            raise FileRefused(
+                f"an object must have at most {most[kind]} bytes to stand {where}; those of"
+                f" kind {kind.value} have {size}"
+            )
+        here = known.get(kind)
+        if here and size not in here:
+            raise FileRefused(
+                f"objects of kind {kind.value} have {min(here)} bytes in this namespace"
+                f" here, those of the file {size}"
+            )
+
+
+def _check_sizes_of(
+    directory: StoreDirectory, namespace: bytes, path: Path, here: Iterable[ObjectFacts]
+) -> None:
     longest = max((segment.size_bytes for segment in directory.segments), default=0)
     room = (longest - SEGMENT_HEADER_BYTES) // ALIGN_BYTES * ALIGN_BYTES - HEADER_BYTES
     known: dict[Kind, set[int]] = {}
     for facts in here:
         if facts.namespace == namespace:
             known.setdefault(facts.kind, set()).add(facts.payload_bytes)
-    for kind, size in sizes.items():
-        if size > room:
-            raise FileRefused(
-                f"an object must have at most {room} bytes to stand in a segment here, those of"
-                f" kind {kind.value} have {size}: raise store.segment_bytes"
-            )
-        if size not in known.get(kind, {size}):
-            raise FileRefused(
-                f"objects of kind {kind.value} have {min(known[kind])} bytes in this namespace"
-                f" here, those of the file {size}"
-            )
+    sizes = sizes_of(path)
+    most = dict.fromkeys(sizes, room)
+    check_sizes(sizes, most, known, "in a segment here (store.segment_bytes)")
 
 
 def import_file(
@@ -167,7 +178,7 @@ def import_file(
     namespaces = {header.facts.namespace for _, header in found.values()}
     check_fits(about, mark_of(directory.path), namespaces, force=force)
     facts_here = [header.facts for _, header in found.values()]
-    check_sizes(directory, about.namespace, sizes_of(path), facts_here)
+    _check_sizes_of(directory, about.namespace, path, facts_here)
     slots = _FreeSlots(directory)
     done = Imported()
     lost: set[bytes] = set()  # digests without room: what hangs on them is not written either

@@ -41,7 +41,7 @@ class LiveStore:
 
 def ask(store: LiveStore, topic: Topic, **values: Any) -> dict[str, Any]:
     """One question. Raises `StoreSilent` and `StoreRefused`."""
-    return asyncio.run(_with_client(store, bytes(32), lambda client: client.ask(topic, **values)))
+    return asyncio.run(with_client(store, bytes(32), lambda client: client.ask(topic, **values)))
 
 
 def stat(store: LiveStore) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def stat(store: LiveStore) -> dict[str, Any]:
             "pins": pins,
         }
 
-    return asyncio.run(_with_client(store, bytes(32), collect))
+    return asyncio.run(with_client(store, bytes(32), collect))
 
 
 def scrub(store: LiveStore, *, drop: bool, progress: Progress) -> dict[str, int]:
@@ -80,7 +80,7 @@ def scrub(store: LiveStore, *, drop: bool, progress: Progress) -> dict[str, int]
             progress(segment, segments)
         return totals
 
-    return asyncio.run(_with_client(store, bytes(32), walk))
+    return asyncio.run(with_client(store, bytes(32), walk))
 
 
 def warm(
@@ -104,7 +104,7 @@ def warm(
             begun += len(chain)
         return there, total
 
-    return asyncio.run(_with_client(store, namespace, bring))
+    return asyncio.run(with_client(store, namespace, bring))
 
 
 def clean(store: LiveStore, wishes: Wishes, *, dry_run: bool) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def export_chains(
         await asyncio.to_thread(write_file, path, objects(), about, progress, force=force)
         return about
 
-    return asyncio.run(_with_client(store, namespace, write))
+    return asyncio.run(with_client(store, namespace, write))
 
 
 async def _contents(
@@ -229,9 +229,10 @@ async def _digests(client: StoreClient, namespace: bytes, tip: bytes) -> list[Di
     return [Digest(joined[at : at + 32]) for at in range(0, len(joined), 32)]
 
 
-async def _with_client(
+async def with_client(
     store: LiveStore, namespace: bytes, work: Callable[[StoreClient], Awaitable[T]]
 ) -> T:
+    """What `work` gives with a client of a running store. Raises `StoreSilent`."""
     client = StoreClient(store.address, store.token, namespace, name="headrace store")
     try:
         if not await client.connect(CONNECT_S):

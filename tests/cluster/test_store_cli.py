@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
+from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,9 @@ from typer.testing import CliRunner
 
 from headrace.cluster.cli import app
 from headrace.cluster.reading import read_record
-from headrace.cluster.store_steps import show
+from headrace.cluster.store_steps import import_into, show
 from headrace.cluster.store_views import stat_view
+from headrace.cluster.stores import Target
 from headrace.core.deployment import Deployment
 from headrace.core.errors import ConfigError
 from headrace.core.ids import Digest
@@ -22,6 +26,7 @@ from headrace.core.role import RoleSettings
 from headrace.kvstore import Kind, StoreClient, StoreSettings, run_store
 from headrace.kvstore.layout import domain_tag
 from headrace.kvstore.policy import DomainShare
+from headrace.kvstore.workshop.live import LiveStore
 
 DIGESTS = [Digest(hashlib.sha256(b"%d" % n).digest()) for n in range(4)]
 SLOT = 4096
@@ -37,7 +42,9 @@ def directory(tmp_path, monkeypatch) -> Path:
     return tmp_path / "store"
 
 
-async def _fill(home: Path) -> None:
+@contextlib.asynccontextmanager
+async def serving(home: Path) -> AsyncIterator[str]:
+    """A store on `home/store`; its address."""
     address = f"unix://{home}/s"
     role = RoleSettings("store-0", address, "token", "", address, str(home), "test", Deployment())
     settings = StoreSettings(
@@ -49,18 +56,21 @@ async def _fill(home: Path) -> None:
         window_bytes=3000,
         group_s=0.01,
     )
-    serving, halt = asyncio.Event(), asyncio.Event()
-    task = asyncio.create_task(
-        run_store(role, settings, ready=lambda member: serving.set(), stop=halt)
-    )
-    await serving.wait()
-    client = StoreClient(address, "token", bytes(range(32)))
-    assert await client.connect(10.0)
-    items = [(digest, bytes([n]) * 3000) for n, digest in enumerate(DIGESTS)]
-    await client.put(Kind.KV, items, domain="gold")
-    await client.close()
+    up, halt = asyncio.Event(), asyncio.Event()
+    task = asyncio.create_task(run_store(role, settings, ready=lambda member: up.set(), stop=halt))
+    await up.wait()
+    yield address
     halt.set()
     await task
+
+
+async def _fill(home: Path) -> None:
+    async with serving(home) as address:
+        client = StoreClient(address, "token", bytes(range(32)))
+        assert await client.connect(10.0)
+        items = [(digest, bytes([n]) * 3000) for n, digest in enumerate(DIGESTS)]
+        await client.put(Kind.KV, items, domain="gold")
+        await client.close()
 
 
 def run(*words: object, status: int = 0) -> str:
@@ -162,6 +172,23 @@ def test_a_chain_goes_out_and_comes_back(directory, tmp_path):
     assert "nothing is stored\n" in run("stat", directory)
     got = values("import", file, directory)
     assert (got["written"], got["known"], got["no_room"]) == (4, 0, 0)
+    assert values("verify", directory)["objects"] == 4
+    assert values("ls", directory)["chains"][0]["tip"] == DIGESTS[3].hex()
+
+
+def test_a_chain_comes_back_into_a_running_store(directory, tmp_path):
+    file = tmp_path / "chain.hrpx"
+    values("export", file, directory, "--all")
+    assert values("gc", directory, "--domain", "gold")["flaws"] == {"unwanted": 4}
+
+    async def bring(force: bool) -> dict:
+        async with serving(tmp_path) as address:
+            target = Target(directory, LiveStore(address, "token"))
+            return asdict(await asyncio.to_thread(import_into, target, file, force=force))
+
+    got = asyncio.run(bring(force=True))
+    assert got == {"written": 4, "known": 0, "no_room": 0, "unsaved": 0, "payload_bytes": 12_000}
+    assert asyncio.run(bring(force=False))["known"] == 4
     assert values("verify", directory)["objects"] == 4
     assert values("ls", directory)["chains"][0]["tip"] == DIGESTS[3].hex()
 
