@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from headrace.core.clock import Clock
 from headrace.core.ids import Digest
 from headrace.kvstore.absent import AbsentKeys
 from headrace.kvstore.records import (
     FORGET,
+    HEAD,
+    KINDS_BY_CODE,
+    RECORD,
+    RECORD_BYTES,
+    TIERS_BY_CODE,
+    WINDOW_TOO,
     IndexRecord,
     LiveStore,
-    digest_tail,
+    packed_key,
+    packed_keys,
     record_key,
     store_key,
-    store_numbers,
     unpack_records,
 )
 from headrace.kvstore.redis_link import RedisAway, RedisLink
@@ -24,23 +30,36 @@ from headrace.kvstore.settings import Kind, StoreSettings, Tier
 from headrace.kvstore.shared import SharedFolder
 
 log = logging.getLogger(__name__)
-_KEYS_A_CALL = 1000
+MOST_KEYS = 1000  # of one `find`: Redis serves nobody else meanwhile
+_KNOWN = 64  # stores whose live record is asked for with the objects
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """One object at another store: who serves it, and the record that says so."""
+class Where(NamedTuple):
+    """One object at another store: who serves it, and the record that says so, as it stands in the
+    index."""
 
     digest: Digest
     kind: Kind
     namespace: bytes
-    record: IndexRecord
+    packed: bytes
     address: str
     folder: SharedFolder | None = None  # read there, with nobody to ask
 
     @property
+    def record(self) -> IndexRecord:
+        return unpack_records(self.packed)[0]
+
+    @property
     def payload_bytes(self) -> int:
-        return self.record.payload_bytes
+        size: int = RECORD.unpack(self.packed)[7]
+        return size
+
+
+# What a record with a certain head is worth: rank, address, folder.
+_Worth: TypeAlias = tuple[int, str, SharedFolder | None]
+_NOTHING: _Worth = (-1, "", None)
+_STRANGE: _Worth = (-2, "", None)  # a value with such a record is believed in no part
+_HEAD_BYTES = HEAD.size
 
 
 class Elsewhere:
@@ -54,6 +73,7 @@ class Elsewhere:
         self._link = link
         self.folders: Mapping[int, SharedFolder] = {}  # mounted here, by what records carry
         self._own_uid = own_uid
+        self._known: tuple[int, ...] = ()  # numbers of stores that were alive lately
         self.absent = AbsentKeys(clock, settings.absent_s, settings.absent_keys)
         self.forgotten = 0  # records taken out of the index
 
@@ -61,93 +81,136 @@ class Elsewhere:
         return record_key(kind, namespace, digest) not in self.absent
 
     async def find(
-        self, kind: Kind, namespace: bytes, digests: Sequence[Digest], *, run: bool
+        self,
+        kind: Kind,
+        namespace: bytes,
+        digests: Sequence[Digest],
+        *,
+        run: bool,
+        before: str = "",
     ) -> list[Where]:
-        """Those of `digests` that a living store has, in order; with `run` up to the first hole."""
-        wanted: list[tuple[Digest, bytes]] = []
-        for digest in digests:
-            key = record_key(kind, namespace, digest)
-            if key not in self.absent:
-                wanted.append((digest, key))
-            elif run:
-                break
+        """Those of `digests` (at most `MOST_KEYS`) that a living store has, in order; with `run` up
+        to the first hole. Of equal places that at the address `before`, or where the object before
+        comes from, is taken."""
+        wanted = self._not_absent(kind, namespace, digests, run)
         if not wanted:
             return []
-        keys = [key for _, key in wanted]
-
-        values: list[bytes | None] = []
         try:
-            for begin in range(0, len(keys), _KEYS_A_CALL):
-                values += await self._link.get_many(keys[begin : begin + _KEYS_A_CALL])
-                if run and None in values:
-                    break
-            live = await self._live_stores(values)
+            values, live = await self._ask(kind, namespace, wanted)
+            heads = _heads(values)
+            await self._learn({head[0] for head in heads.values()}, live)
         except RedisAway:
             return []
+        worth = {name: self._worth(kind, head, live) for name, head in heads.items()}
         out: list[Where] = []
-        for (digest, key), value in zip(wanted, values, strict=False):
-            choice = self._choose(
-                kind, namespace, digest, value, live, out[-1].address if out else ""
-            )
-            if choice is not None:
-                out.append(choice)
+        for digest, value in zip(wanted, values, strict=True):
+            best = _choose(value, digest[28:], worth, before) if value else None
+            if best is not None:
+                (_, before, folder), packed = best
+                out.append(Where(digest, kind, namespace, packed, before, folder))
                 continue
             if not value:
-                self.absent.add(key)
+                self.absent.add(record_key(kind, namespace, digest))
             if run:
                 break
         return out
 
-    def _choose(
-        self,
-        kind: Kind,
-        namespace: bytes,
-        digest: Digest,
-        value: bytes | None,
-        live: dict[int, LiveStore],
-        before: str,
-    ) -> Where | None:
+    def _not_absent(
+        self, kind: Kind, namespace: bytes, digests: Sequence[Digest], run: bool
+    ) -> Sequence[Digest]:
+        """Those worth asking for."""
+        if not len(self.absent):
+            return digests
+        out = []
+        for digest in digests:
+            if self.may_have(kind, namespace, digest):
+                out.append(digest)
+            elif run:
+                break
+        return out
+
+    async def _ask(
+        self, kind: Kind, namespace: bytes, wanted: Sequence[Digest]
+    ) -> tuple[list[bytes | None], dict[int, LiveStore]]:
+        """The values of `wanted`, and the live stores among those known."""
+        known = self._known
+        about = b"".join([packed_key(store_key(number)) for number in known])
+        keys = packed_keys(kind, namespace, b"".join(wanted))
+        answer = await self._link.mget_packed(len(known) + len(wanted), about + keys)
+        return answer[len(known) :], _live(known, answer)
+
+    async def _learn(self, numbers: set[int], live: dict[int, LiveStore]) -> None:
+        """Add the live records of `numbers` that were not asked for with the objects."""
+        missing = sorted(numbers.difference(self._known))
+        if missing:
+            keys = [store_key(number) for number in missing]
+            live.update(_live(missing, await self._link.get_many(keys)))
+        self._known = tuple(live)[-_KNOWN:]
+
+    def _worth(
+        self, kind: Kind, head: tuple[int, int, int, int], live: Mapping[int, LiveStore]
+    ) -> _Worth:
         """From memory rather than from a shared folder, from there rather than through a store's
-        disk; and from where the object before came."""
-        if not value:
-            return None
-        tail = digest_tail(digest)
-        found: list[tuple[int, bool, Where]] = []
-        for record in unpack_records(value):
-            store = live.get(record.store)
-            if record.kind is not kind or record.digest_tail != tail:
-                continue
-            if record.tier is Tier.SHARED:
-                folder = self.folders.get(record.epoch)
-                if folder is not None:
-                    where = Where(digest, kind, namespace, record, folder.name, folder)
-                    found.append((1, folder.name == before, where))
-            elif (
-                store is not None
-                and store.epoch == record.epoch
-                and store.uid != self._own_uid
-                and store.address
-            ):
-                where = Where(digest, kind, namespace, record, store.address)
-                in_memory = record.tier is Tier.HOST
-                found.append((2 if in_memory else 0, store.address == before, where))
-        return max(found, key=lambda one: one[:2])[2] if found else None
+        disk."""
+        number, tier, code, epoch = head
+        its_tier, its_kind = TIERS_BY_CODE.get(tier), KINDS_BY_CODE.get(code & ~WINDOW_TOO)
+        if its_tier is None or its_kind is None:
+            return _STRANGE
+        if its_kind is not kind:
+            return _NOTHING
+        if its_tier is Tier.SHARED:
+            folder = self.folders.get(epoch)
+            return _NOTHING if folder is None else (1, folder.name, folder)
+        store = live.get(number)
+        if store is None or store.epoch != epoch or store.uid == self._own_uid or not store.address:
+            return _NOTHING
+        return (2 if its_tier is Tier.HOST else 0, store.address, None)
 
     async def forget(self, where: Where) -> None:
         """Compare-and-delete of one record."""
         key = record_key(where.kind, where.namespace, where.digest)
         try:
-            took = await self._link.script_each(FORGET, [key], [], [where.record.pack()])
+            took = await self._link.script_each(FORGET, [key], [], [where.packed])
             self.forgotten += sum(took)
         except RedisAway:
             log.info("a stale record stays in the index for now")
 
-    async def _live_stores(self, values: Sequence[bytes | None]) -> dict[int, LiveStore]:
-        """The live records of the stores that `values` name."""
-        numbers = store_numbers(values)
-        live = await self._link.get_many([store_key(number) for number in numbers])
-        pairs = zip(numbers, map(LiveStore.unpack, live), strict=True)
-        return {number: store for number, store in pairs if store is not None}
-
     async def close(self) -> None:
         await self._link.close()
+
+
+def _choose(
+    value: bytes, tail: bytes, worth: Mapping[bytes, _Worth], before: str
+) -> tuple[_Worth, bytes] | None:
+    """What the best of the records in `value` is worth, and that record; among equals that at
+    `before`."""
+    best: tuple[_Worth, bytes] | None = None
+    best_rank = (_NOTHING[0], True)
+    if len(value) % RECORD_BYTES:
+        return None
+    for at in range(0, len(value), RECORD_BYTES):
+        end = at + RECORD_BYTES
+        one = worth[value[at : at + _HEAD_BYTES]]
+        if one is _STRANGE:
+            return None
+        rank = (one[0], one[1] == before)
+        if rank > best_rank and value[end - len(tail) : end] == tail:
+            best_rank, best = rank, (one, value[at:end])
+    return best
+
+
+def _heads(values: Iterable[bytes | None]) -> dict[bytes, tuple[int, int, int, int]]:
+    """The different first eight bytes of the records in `values`, unpacked."""
+    names = {
+        value[at : at + _HEAD_BYTES]
+        for value in values
+        if value and not len(value) % RECORD_BYTES
+        for at in range(0, len(value), RECORD_BYTES)
+    }
+    return {name: HEAD.unpack(name) for name in names}
+
+
+def _live(numbers: Sequence[int], values: Sequence[bytes | None]) -> dict[int, LiveStore]:
+    """The live stores among `numbers`, whose values come first in `values`."""
+    found = {n: LiveStore.unpack(value) for n, value in zip(numbers, values, strict=False)}
+    return {number: store for number, store in found.items() if store is not None}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from headrace.core.chain import BLOCK_TOKENS
 from headrace.core.ids import Digest
 from headrace.core.limits import WireLimits
 from headrace.kvstore.breaker import Breaker
-from headrace.kvstore.elsewhere import Elsewhere, Where
+from headrace.kvstore.elsewhere import MOST_KEYS, Elsewhere, Where
 from headrace.kvstore.objects import Entry, object_key
 from headrace.kvstore.peers_transfer import Desk, Item, Peer, PeerCounters, SharedTransfer, Transfer
 from headrace.kvstore.settings import Kind, StoreSettings
@@ -30,6 +30,7 @@ from headrace.kvstore.state import StoreState
 log = logging.getLogger(__name__)
 _BATCH_BYTES = 4 << 20
 _BATCH = 64
+_FIRST_KEYS = 128  # of a chain's first look-up; each further one is four times as long
 _THREADS = 4
 _HUNG_S = 2.0  # after the deadline: time to give slots back, as far as they can be
 _PEERS = 256  # addresses remembered: every restart of a store may bring a new one
@@ -79,10 +80,16 @@ class Peers:
         is found elsewhere the first `most` are brought."""
         items: list[Item] = []
         pinned: list[Entry] = []  # once for each time it stands here
+        began_s = asyncio.get_running_loop().time()
         try:
-            found = await self._elsewhere.find(kind, namespace, digests, run=run)
-            items = [Item(where) for where in found[:most]]
-            waits = self._begin(kind, namespace, items)
+            waits: set[asyncio.Task[None]] = set()
+            async with contextlib.aclosing(self._found(kind, namespace, digests, run)) as parts:
+                async for found in parts:
+                    new = [Item(where) for where in found[: most - len(items)]]
+                    items += new
+                    waits |= self._begin(kind, namespace, new, len(items), began_s)
+                    if len(items) == most:
+                        break
             if waits:  # a thread that a hung mount holds is not waited for
                 limit_s = self.deadline_s(kind, len(items)) + _HUNG_S
                 await asyncio.wait(waits, timeout=limit_s)
@@ -108,6 +115,22 @@ class Peers:
             for entry in pinned:
                 self._state.unpin(entry)
 
+    async def _found(
+        self, kind: Kind, namespace: bytes, digests: Sequence[Digest], run: bool
+    ) -> AsyncGenerator[list[Where]]:
+        """What other stores have, a part at a time, so that the first transfers are under way while
+        the rest of a long chain is looked up."""
+        at, size, before = 0, _FIRST_KEYS, ""
+        while at < len(digests):
+            part = digests[at : at + size]
+            found = await self._elsewhere.find(kind, namespace, part, run=run, before=before)
+            if found:
+                before = found[-1].address
+                yield found
+            if run and len(found) < len(part):
+                return
+            at, size = at + size, min(size * 4, MOST_KEYS)
+
     def _let_go(self, item: Item) -> None:
         item.wanted = False
         if item.entry is not None:
@@ -117,9 +140,10 @@ class Peers:
     # batches ---------------------------------------------------------------------------------
 
     def _begin(
-        self, kind: Kind, namespace: bytes, items: Sequence[Item]
+        self, kind: Kind, namespace: bytes, items: Sequence[Item], n_so_far: int, began_s: float
     ) -> set[asyncio.Task[None]]:
-        """Begin what nobody has begun; what must be awaited."""
+        """Begin what nobody has begun; what must be awaited. These are the last of `n_so_far`
+        objects that are waited for since `began_s`."""
         waits: set[asyncio.Task[None]] = set()
         batches: list[list[Item]] = []
         total_bytes = 0  # of the last one
@@ -140,7 +164,7 @@ class Peers:
                 total_bytes = 0
             batches[-1].append(item)
             total_bytes += item.where.payload_bytes
-        until_s = asyncio.get_running_loop().time() + self.deadline_s(kind, len(items))
+        until_s = began_s + self.deadline_s(kind, n_so_far)
         for batch in batches:
             task = self._start(self._bring(kind, namespace, batch, until_s))
             waits.add(task)
