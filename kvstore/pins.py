@@ -129,33 +129,51 @@ class PinBook:
         self._enter(pin, chain)
         wanted_bytes = self.held_bytes
         if wanted_bytes > self.quota_bytes:
-            self._leave(pin.name)
-            if before[0] is not None and before[1] is not None:
-                self._enter(before[0], before[1])
+            self._restore(pin.name, *before)
             raise PinRefused(
                 f"pin_share: pins may hold {self.quota_bytes} bytes, with {pin.name} they would"
                 f" hold {wanted_bytes}"
             )
-        self._write()
+        self._write_or_restore(pin.name, *before)
         return wanted_bytes
 
     def unpin(self, name: str) -> bool:
-        """End a pin; False when there is none of this name."""
+        """End a pin; False when there is none of this name. Raises `PinRefused`, with everything as
+        before, when the file cannot be written."""
         if name not in self._pins:
             return False
+        before = self._pins[name], self._held[name]
         self._leave(name)
-        self._write()
+        self._write_or_restore(name, *before)
         return True
 
     def expire(self) -> int:
-        """End the pins whose time is over; how many."""
+        """End the pins whose time is over; how many. Those that a failing disk leaves in the file
+        are over at the next start, too."""
         now_s = self._wall_s()
         over = [name for name, pin in self._pins.items() if pin.expires_at_s <= now_s]
         for name in over:
             self._leave(name)
         if over:
-            self._write()
+            try:
+                self._write()
+            except OSError as error:
+                log.warning("%d pins ended; the file was not written: %s", len(over), error)
         return len(over)
+
+    def _write_or_restore(
+        self, name: str, pin: Pin | None, held: Mapping[bytes, int] | None
+    ) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            self._restore(name, pin, held)
+            raise PinRefused(f"{self._path} cannot be written ({error.strerror})") from None
+
+    def _restore(self, name: str, pin: Pin | None, held: Mapping[bytes, int] | None) -> None:
+        self._leave(name)
+        if pin is not None and held is not None:
+            self._enter(pin, held)
 
     def _enter(self, pin: Pin, chain: Mapping[bytes, int]) -> None:
         self._pins[pin.name] = pin
@@ -214,12 +232,17 @@ def read_pins(directory: Path) -> tuple[Pin, ...]:
 
 
 def write_pins(directory: Path, pins: Iterable[Pin]) -> None:
-    """Replace the file, whole or not at all."""
+    """Replace the file, whole or not at all. Raises `OSError`."""
     path = directory / PINS_FILE
     temporary = path.with_name(f".{PINS_FILE}.{os.getpid()}")
     text = json.dumps({"version": 1, "pins": [asdict(pin) for pin in pins]}, indent=1)
-    with open(temporary, "w", encoding="utf-8") as out:
-        out.write(text + "\n")
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as out:
+            out.write(text + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

@@ -319,8 +319,10 @@ def test_a_flip_on_the_way_to_disk_is_in_the_payload_only(opened):
 
 def test_one_process_owns_a_directory(tmp_path):
     first = lock_directory(str(tmp_path))
-    with pytest.raises(ConfigError, match=f"one store process may own it, process {os.getpid()} "):
-        lock_directory(str(tmp_path))
+    (tmp_path.parent / "other name").symlink_to(tmp_path)
+    for path in (tmp_path, tmp_path.parent / "other name"):
+        with pytest.raises(ConfigError, match=f"store process may own it, process {os.getpid()} "):
+            lock_directory(str(path))
     os.close(first)
     os.close(lock_directory(str(tmp_path)))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -149,3 +151,44 @@ async def test_the_index_lags_while_redis_is_away(home, role_for, settings_for, 
         await client.close()
         halt.set()
         await task
+
+
+async def test_what_is_held_is_what_the_store_says_of_itself(rig, things, when_idle):
+    await rig.start(arena_bytes=60_000)
+    client = await rig.client()
+    await client.put(Kind.KV, things.blocks(0, 1, 2))
+    await when_idle(client)
+    await client.ask(
+        Topic.PIN, name="p", namespace=things.namespace.hex(), tip=things.digest(1).hex(),
+        ttl_s=60.0,
+    )  # fmt: skip
+    slots = (await client.stat()).arena_slots
+    lease = things.lease()
+    await client.put(Kind.KV, things.blocks(*range(10, 10 + slots)), lease=lease)  # all of them
+    stat = await when_idle(client)
+    assert None in await client.put(Kind.KV, things.blocks(900))  # no room, and nobody waits
+    seen, stat = await scrape(client), await client.stat()
+    assert (seen["pins",], seen["pinned_bytes",]) == (1, 6000)
+    assert seen["leased_objects",] == stat.leased_objects > 0
+    assert seen["dropped_total",] == stat.dropped > 0
+    assert seen["free_slots",] == stat.arena_free < slots
+    assert seen["written_total",] == stat.writes == stat.ssd_objects == seen["objects", "ssd"]
+    assert seen["pending_objects",] == stat.pending == 0
+    assert seen["sync_seconds_count",] > 0 and seen["write_errors_total",] == 0
+    assert seen["objects", "host"] == stat.arena_resident
+
+
+async def test_the_page_names_every_metric_and_no_other(rig):
+    await rig.start()
+    text = (await (await rig.client()).ask(Topic.METRICS))["text"]
+    told = {
+        line.split()[2].removeprefix("headrace_store_")
+        for line in text.splitlines()
+        if line.startswith("# TYPE headrace_store_")
+    }
+    told = {name for name in told if not name.endswith("_created")}
+    page = (Path(__file__).parents[3] / "docs/store.md").read_text()
+    rows = page.split("| metric `headrace_store_...` | says |")[1].split("\n\n")[0]
+    cells = [row.split("|")[1] for row in rows.splitlines()[1:] if row.startswith("| `")]
+    named = {re.sub(r"\{.*", "", name) for cell in cells for name in re.findall("`([^`]+)`", cell)}
+    assert named == told and len(told) > 20

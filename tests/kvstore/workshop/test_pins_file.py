@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headrace.core.clock import FakeClock
 from headrace.core.errors import ConfigError
+from headrace.kvstore import Kind
 from headrace.kvstore.pins import PINS_FILE, Pin, read_pins, write_pins
+from headrace.kvstore.questions import StoreRefused, Topic
 from headrace.kvstore.workshop import repair
 from headrace.kvstore.workshop.directory import StoreDirectory
 
@@ -70,3 +77,51 @@ async def test_a_store_starts_without_pins_and_keeps_the_file(
     await rig.start()
     await rig.stop()
     assert [pin.name for pin in read_pins(filled)] == ["b"]
+
+
+async def test_a_list_that_cannot_be_written_ends_no_store(rig, things, when_idle):
+    """A folder stands where the new list would be written."""
+    clock = FakeClock()
+    rig.options = {"clock": clock}
+    await rig.start()
+    client = await rig.client()
+    await client.put(Kind.KV, things.blocks(0, 1, 2))
+    await when_idle(client)
+
+    async def pin(name: str, tip: int, ttl_s: float = 60.0) -> None:
+        pinned = {"namespace": things.namespace.hex(), "tip": things.digest(tip).hex()}
+        await client.ask(Topic.PIN, name=name, ttl_s=ttl_s, **pinned)
+
+    await pin("a", 0)
+    await pin("b", 0, ttl_s=3600.0)
+    folder = Path(rig.settings.directory)
+    text = (folder / PINS_FILE).read_text()
+    (folder / f".{PINS_FILE}.{os.getpid()}").mkdir()
+
+    async def pins() -> tuple[int, list[Any]]:
+        found = await client.ask(Topic.PINS)
+        return found["held_bytes"], sorted(found["pins"], key=lambda one: str(one["name"]))
+
+    before = await pins()
+    assert before[0] == 3000 and [one["name"] for one in before[1]] == ["a", "b"]
+    for change in (
+        lambda: pin("c", 1),
+        lambda: pin("a", 2),
+        lambda: client.ask(Topic.UNPIN, name="a"),
+    ):
+        with pytest.raises(StoreRefused, match=r"pins.json cannot be written \(Is a directory\)"):
+            await change()
+        assert await pins() == before
+    assert (folder / PINS_FILE).read_text() == text
+    clock.advance(100)
+
+    async with asyncio.timeout(15):
+        while [one["name"] for one in (await pins())[1]] != ["b"]:
+            await asyncio.sleep(0.02)
+    assert (folder / PINS_FILE).read_text() == text  # with the one that ended
+    assert rig.task is not None and not rig.task.done()
+    assert None not in await client.put(Kind.KV, things.blocks(5))
+    (folder / f".{PINS_FILE}.{os.getpid()}").rmdir()
+    await rig.restart()
+    assert [one["name"] for one in (await pins())[1]] == ["b"]
+    assert [one.name for one in read_pins(folder)] == ["b"]
