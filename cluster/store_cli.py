@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -116,17 +116,24 @@ def rebuild_index(directory: Directory = None, name: Name = "", as_json: AsJson 
     """Make the index anew. A running store writes all its records to Redis again, while serving
     goes on. In a directory, damaged headers of segments are made anew from their slots (without
     any, the segment is unused again); the store writes its records when it starts."""
+    values: dict[str, Any]
     with said():
         target = find_target(directory, name)
         if target.live is not None:
-            values = live.ask(target.live, Topic.REPUBLISH)
-            words = f"the records of {values['objects']:,} objects are being written"
+            with bar("rebuild-index") as step:
+                values = live.rebuild_index(target.live, step)
+            left = values["waiting"]
+            words = f"the records of {values['objects'] - left:,} objects were written anew" + (
+                f", {left:,} wait for Redis" if left else ""
+            )
         else:
             with bar("rebuild-index") as step, StoreDirectory(target.directory) as files:
                 made = repair.rebuild_headers(files, step)
             values = {"segments": made, "objects": sum(made.values())}
             words = f"{len(made)} segments have their header again: {values['objects']:,} objects"
         show(values, words, as_json)
+    if values.get("waiting"):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -34,7 +34,7 @@ class Answers:
         state: StoreState,
         pins: PinBook,
         domains: tuple[str, ...],
-        republish: Callable[[], None],
+        republish: Callable[[], bool],
         metrics: Callable[[], str],
         scrub: Callable[[int, bool], Awaitable[dict[str, Any]]],
         sweep: Callable[[], Awaitable[tuple[int, int]]],
@@ -126,7 +126,8 @@ class Answers:
         return {"ended": self._pins.unpin(read_values(text, name=str)["name"])}
 
     async def _publish(self, text: str) -> dict[str, Any]:
-        self._republish()
+        if not self._republish():
+            raise ConfigError("this store has no index to write: the cluster has no Redis")
         return {"objects": len(self._state.objects)}
 
     async def _read_back(self, text: str) -> dict[str, Any]:

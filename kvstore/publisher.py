@@ -128,11 +128,14 @@ class Publisher:
             return 0.0
         return self._state.clock.now_s() - self._current_s
 
-    def republish(self) -> None:
-        """Write every record anew, and remove those of earlier lives, while serving goes on."""
-        if self._link is not None:
-            self._forgotten()
-            self._wake.set()
+    def republish(self) -> bool:
+        """Write every record anew, and remove those of earlier lives, while serving goes on. False
+        without Redis."""
+        if self._link is None:
+            return False
+        self._forgotten()
+        self._wake.set()
+        return True
 
     @property
     def errors(self) -> int:

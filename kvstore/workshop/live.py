@@ -27,6 +27,8 @@ from headrace.kvstore.workshop.shipping import (
 
 T = TypeVar("T")
 CONNECT_S = 3.0
+_LOOK_S = 0.02
+_STILL_S = 5.0  # without a record written: Redis is away
 _EXPORT_STEP = 16  # objects that an export holds in the arena at a time
 _STEP = 512  # blocks that are brought into the arena between two signs of progress
 
@@ -120,6 +122,29 @@ def clean(store: LiveStore, wishes: Wishes, *, dry_run: bool) -> dict[str, Any]:
     )
     nothing = {"damaged": False, "damaged_segments": [], "short_segments": [], "places": []}
     return nothing | found
+
+
+def rebuild_index(store: LiveStore, progress: Progress) -> dict[str, int]:
+    """Have all records written to Redis anew while serving goes on, and wait for it: {objects,
+    waiting}. `waiting` is above 0 when Redis was away, or nothing moved, for `_STILL_S`; the store
+    goes on trying. Raises `StoreSilent`, and `StoreRefused` without Redis."""
+
+    async def work(client: StoreClient) -> dict[str, int]:
+        objects = (await client.ask(Topic.REPUBLISH))["objects"]
+        least, moved_s = objects + 1, time.monotonic()
+        while True:
+            stat = await client.stat()
+            if stat is None:
+                raise StoreSilent("the store does not answer")
+            waiting = stat.index_unlisted
+            if waiting < least:
+                least, moved_s = waiting, time.monotonic()
+            progress(objects - min(objects, waiting), objects)
+            if not waiting or time.monotonic() - moved_s > _STILL_S:
+                return {"objects": objects, "waiting": waiting}
+            await asyncio.sleep(_LOOK_S)
+
+    return asyncio.run(with_client(store, bytes(32), work))
 
 
 def sweep(store: LiveStore) -> dict[str, Any]:

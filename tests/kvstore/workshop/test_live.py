@@ -148,9 +148,32 @@ def test_the_index_is_written_anew_while_serving(start_process, store, things, v
     client.delete(*keys)  # the live record stays, so the store notices nothing
     time.sleep(0.3)
     assert listed() == 0
-    assert live.ask(store, Topic.REPUBLISH) == {"objects": 3}
-    wait_for(3)
+    steps: list[tuple[int, int]] = []
+    found = live.rebuild_index(store, lambda *at: steps.append(at))
+    assert found == {"objects": 3, "waiting": 0} and steps[-1] == (3, 3)
+    assert listed() == 3  # when it has ended
     client.close()
+
+
+def test_without_an_index_none_is_said_to_be_written(start_process, store, things, no_progress):
+    start_process()
+    put(store, things, 0)
+    with pytest.raises(StoreRefused, match="has no index to write"):
+        live.rebuild_index(store, no_progress)
+
+
+def test_records_that_wait_for_redis_are_said(
+    start_process, store, things, own_valkey, no_progress
+):
+    start_process(redis_url=own_valkey.url)
+    put(store, things, 0, 1, 2)
+    deadline_s = time.monotonic() + 15
+    while live.stat(store)["store"]["index_unlisted"]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    own_valkey.stop()
+    assert live.rebuild_index(store, no_progress) == {"objects": 3, "waiting": 3}
+    assert live.stat(store)["store"]["index"] == "away"
 
 
 def test_a_running_store_reads_itself_back(start_process, store, things, home, flip, no_progress):
