@@ -132,23 +132,31 @@ class Engine:
 
     @contextmanager
     def filling(self, fill: Fill) -> Iterator[BlockWriter | None]:
-        """Write a reserved block in place; from any thread, on a CPU engine.
+        """Write a reserved block; from any thread. On a CPU engine the view is the block itself,
+        else host memory that is copied over when the block is complete.
 
             with engine.filling(fill) as writer:
                 if writer is not None and read_into(place, fill.digest, writer.view):
                     writer.complete = True
 
         None: the sequence is gone. The view must not be used after the block; the block is not
-        handed to another sequence before that, whatever is released meanwhile."""
+        handed to another sequence before that, whatever is released meanwhile. Afterwards
+        `complete` says whether what was written counts, as `write_fill` answers."""
         guard = self._resources.guard
         if not guard.enter(fill.ticket, fill.block):
             yield None
             return
-        writer = BlockWriter(self.state.block_view(fill.block))
+        on_cpu, complete = self.state.device.type == "cpu", False
         try:
+            own = memoryview(bytearray(0 if on_cpu else self.state.layout.block_bytes))
+            writer = BlockWriter(self.state.block_view(fill.block) if on_cpu else own)
             yield writer
+            if writer.complete and not on_cpu:
+                self.state.write_block(fill.block, own)
+            complete = writer.complete
         finally:
-            guard.leave(fill.ticket, fill.block, complete=writer.complete)
+            counts = guard.leave(fill.ticket, fill.block, complete=complete)
+        writer.complete = complete and counts
 
     def start(
         self,

@@ -93,16 +93,21 @@ class Finder:
         return bad
 
     def _copy_in(self, fills: tuple[Fill, ...], job: Job) -> int | None:
-        """In a thread: the index of the first block that did not verify, or None. A job that ends
-        meanwhile does no harm: its fills carry a ticket that the engine no longer honours."""
+        """In a thread, from the arena straight into the engine's blocks: the index of the first
+        block whose bytes did not verify there, or None. A job that ends meanwhile does no harm: its
+        fills carry a ticket that the engine no longer honours."""
         for fill in fills:
             place, exact = job.places[fill.index], fill.index < len(job.exact_digests)
-            buffer = bytearray(place.payload_bytes)
             store = self._stores.exact if exact else self._stores.own
             digest = job.exact_digests[fill.index] if exact else fill.digest
-            if not store.read_into(place, digest, buffer):
-                return fill.index
-            self._engine.write_fill(fill, buffer)
+            with self._engine.filling(fill) as writer:
+                if writer is None:
+                    continue
+                if place.payload_bytes != len(writer.view):
+                    return fill.index
+                if not store.read_into(place, digest, writer.view):
+                    return fill.index
+                writer.complete = True
         return None
 
     def _read_window(self, place: Place, digest: Digest) -> bytes | None:

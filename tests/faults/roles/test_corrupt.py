@@ -4,12 +4,15 @@ taken for one, and the text is right."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from headrace.core import faults
 from headrace.decode.load import load_blocks
+from headrace.engine import BlockWriter
 
 MODEL = "toy"
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.fault]
@@ -30,17 +33,18 @@ async def test_a_thousand_healthy_loads_and_then_some_that_are_not(
     good: dict[int, bytes] = {}
     wrong: list[int] = []
 
-    def write(index: int, payload: bytes) -> bool:
-        if good.setdefault(index, payload) != payload:
+    @contextmanager
+    def filling(index: int) -> Iterator[BlockWriter]:
+        writer = BlockWriter(memoryview(bytearray(cluster.card.block_bytes)))
+        yield writer
+        if writer.complete and good.setdefault(index, bytes(writer.view)) != writer.view:
             wrong.append(index)
-        return True
 
-    size = cluster.card.block_bytes
-    healthy = await asyncio.to_thread(load_blocks, decode.store, items, size, write)
+    healthy = await asyncio.to_thread(load_blocks, decode.store, items, filling)
     assert healthy == [True] * LOADS and not wrong
     for share, seed, least, most in ((0.01, 20261130, 1, 30), (1.0, 1, LOADS, LOADS)):
         faults.arm(f"decode.load=flip%{share}/{seed}")
-        done = await asyncio.to_thread(load_blocks, decode.store, items, size, write)
+        done = await asyncio.to_thread(load_blocks, decode.store, items, filling)
         assert least <= done.count(False) == faults.fired("decode.load") <= most
         assert not wrong
 
