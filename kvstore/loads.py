@@ -18,9 +18,9 @@ from headrace.kvstore.slot_io import SlotMove
 from headrace.kvstore.state import StoreState
 
 log = logging.getLogger(__name__)
-# Read in one go of an I/O thread, several under way: one call of so much keeps a disk busy, and a
-# change between a thread and the loop costs as much as ten blocks.
-_JOB_BYTES = 2 << 20
+# Read in one go of an I/O thread, several under way: what one thread verifies must not keep the
+# disk waiting, and a change between a thread and the loop costs as much as ten blocks.
+_JOB_BYTES = 1 << 20
 
 
 class Loader:
@@ -75,7 +75,7 @@ class Loader:
                 mine.add(entry)
             elif running is not None:
                 waits.add(running)
-            self._state.pin(entry)
+            self._state.pin(entry)  # for the caller
             pinned.append(entry)
         size = max((entry.facts.payload_bytes for entry, _ in wanted), default=1)
         most = max(1, _JOB_BYTES // size)

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 _BATCH = 256
 _SLICE = 32  # records made in one go: about 0.1 ms
 _GATHER_S = 0.005  # a call costs as much as thirty records
+_LATER_S = 0.05  # what the index tells of already, but for the tier, is gathered for so long
 _NUMBER_TRIES = 64
 _SAY_BEATS = 8  # every so many a store notes that its number is in use
 
@@ -109,6 +110,8 @@ class Publisher:
         self._under_way = 0  # keys whose records are being written
         self._current_s = clock.now_s()  # when the index held everything, as far as we know
         state.on_dirty = self._wake.set
+        state.on_dirty_tier = self._wake_later
+        self._alarm: asyncio.TimerHandle | None = None
 
     @property
     def condition(self) -> str:
@@ -127,6 +130,14 @@ class Publisher:
         if self._link is None or not self.unlisted:
             return 0.0
         return self._state.clock.now_s() - self._current_s
+
+    def _wake_later(self) -> None:
+        if self._alarm is None and self._link is not None:
+            self._alarm = asyncio.get_running_loop().call_later(_LATER_S, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._wake.set()
 
     def republish(self) -> bool:
         """Write every record anew, and remove those of earlier lives, while serving goes on. False
@@ -149,7 +160,8 @@ class Publisher:
     async def run(self) -> None:
         """Beat, and write what is dirty, until cancelled."""
         if self._link is None:
-            self._state.on_dirty = self._state.dirty.clear  # nobody will ever ask
+            # Nobody will ever ask.
+            self._state.on_dirty = self._state.on_dirty_tier = self._state.dirty.clear
             self._state.dirty.clear()
             await asyncio.Event().wait()  # until cancelled
             return
@@ -162,6 +174,8 @@ class Publisher:
                 next_beat_s = loop.time() + self._times.member_beat_s
                 await self._renew()
             if self._number is not None and self._state.dirty:
+                if len(self._state.dirty) <= _BATCH:
+                    self._wake.clear()
                 await self.publish_changed(tuple(islice(self._state.dirty, _BATCH)))
             elif self._number is not None and self._relist:
                 await self._relist_some()
@@ -170,14 +184,15 @@ class Publisher:
             await self._rest(next_beat_s - loop.time())
 
     async def _rest(self, left_s: float) -> None:
-        """Until there is something to write or the next beat is due. While Redis is away only the
-        beat wakes it: seals that go on happening must not turn into a busy loop."""
+        """Until there is something to write soon, or the next beat is due. While Redis is away only
+        the beat wakes it: seals that go on happening must not turn into a busy loop."""
         assert self._link is not None
         if not self._link.healthy or self._number is None:
             await asyncio.sleep(max(0.0, left_s))
             return
         if not self._state.dirty and not self._relist:
             self._wake.clear()
+        if len(self._state.dirty) < _BATCH and not self._relist:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, left_s)):
                     await self._wake.wait()

@@ -31,7 +31,8 @@ from headrace.kvstore.settings import Kind
 
 class StoreState:
     """Objects by key. `on_unsaved` is called when something waits to be written, `on_dirty` when an
-    index record may have to change, `residents.on_room` when a slot may be had."""
+    index record may have to change, `on_dirty_tier` when only its tier may, so that there is no
+    haste; `residents.on_room` when a slot may be had."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class StoreState:
         self.dirty: dict[bytes, None] = {}  # keys whose index record may have to change
         self.on_unsaved: Callable[[], None] = lambda: None
         self.on_dirty: Callable[[], None] = lambda: None
+        self.on_dirty_tier: Callable[[], None] = lambda: None
         self.reserving = ReservationBook(self.residents, clock, reserve_s)
         self.unsaved = SaveQueue()
         self.pending: set[Entry] = set()  # wait for their sync: a kill loses these
@@ -198,7 +200,7 @@ class StoreState:
         if sound and not entry.dropped and entry.slot is None:
             self.residents.enter(entry, slot)
             self.count.loads += 1
-            self._mark(entry)
+            self._mark(entry, soon=False)
         else:
             self.residents.give(entry.kind, slot, entry.facts.domain)
         if sound is False:
@@ -378,20 +380,20 @@ class StoreState:
         if entry.disk is None:
             self.drop(entry, erase=False)
         else:
-            self._mark(entry)
+            self._mark(entry, soon=False)
 
     def _know(self, entry: Entry) -> None:
         self.objects[entry.key] = entry
         self.by_kind[entry.kind] += 1
         self.kin.add(entry)
 
-    def _mark(self, entry: Entry) -> None:
+    def _mark(self, entry: Entry, *, soon: bool = True) -> None:
         if entry.copy:
             return
         self.dirty[entry.key] = None
         if entry.kind is Kind.SWA:  # the record of its block, its parent, tells of it
             self.dirty[object_key(Kind.KV, entry.facts.namespace, entry.facts.parent)] = None
-        self.on_dirty()
+        (self.on_dirty if soon else self.on_dirty_tier)()
 
 
 def _tail_first(entries: Iterable[Entry]) -> list[Entry]:

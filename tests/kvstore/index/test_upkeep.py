@@ -115,3 +115,30 @@ async def test_a_change_of_an_object_is_written_once(
     assert blocks <= sets <= 3 * blocks + beats + late
     keys = [record_key(Kind.KV, things.namespace, things.digest(n)) for n in range(blocks)]
     assert all(len(unpack_records(plain.get(key))) == 2 for key in keys)
+
+
+async def test_a_change_of_tier_is_told_without_haste(
+    listed_rig, things, valkey, wait_until, plain, listed
+):
+    """What is brought back from disk is listed as lying in the arena too."""
+    blocks = 300
+    room = {"arena_bytes": 4 << 20, "ssd_bytes": 8 << 20, "segment_bytes": 4 << 20}
+    listed_rig.settings = replace(listed_rig.settings, **room)
+    await listed_rig.start()
+    client = await listed_rig.client()
+    await client.put(Kind.KV, things.blocks(*range(blocks)))
+    await listed(client, wait_until)
+    await listed_rig.restart()
+    client = await listed_rig.client()
+    await listed(client, wait_until)
+    keys = [record_key(Kind.KV, things.namespace, things.digest(n)) for n in range(blocks)]
+    tiers = [[record.tier for record in unpack_records(plain.get(key))] for key in keys]
+    assert tiers == [[Tier.SSD]] * blocks
+    assert len(await client.open_prefix([things.digest(n) for n in range(blocks)], None)) == blocks
+
+    async def told() -> bool:
+        values = map(plain.get, keys)
+        return all([r.tier for r in unpack_records(v)] == [Tier.HOST, Tier.SSD] for v in values)
+
+    await wait_until(told)
+    await listed(client, wait_until)

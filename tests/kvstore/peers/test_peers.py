@@ -7,9 +7,11 @@ import threading
 import time
 
 import pytest
+import redis
 
 from headrace.core.errors import ConfigError
 from headrace.kvstore import Kind
+from headrace.kvstore.records import record_key
 
 
 async def read(client, things, places, numbers, size=3000) -> list[int]:
@@ -79,6 +81,33 @@ async def test_what_lies_behind_a_hole_is_not_brought(pair, things):
     await pair.listed(a)
     assert len(await b.open_prefix([things.digest(n) for n in range(5)], None)) == 2
     assert (await b.stat()).peer_fetched == 2
+
+
+async def test_a_long_chain_is_looked_up_and_brought_in_parts(pair, things, valkey, when_idle):
+    """More than the first two look-ups name. A value with one record of a tier that nobody knows is
+    believed in no part, one with the wrong tail of a digest neither; the chain ends there."""
+    room = {"arena_bytes": 8 << 20, "ssd_bytes": 16 << 20, "segment_bytes": 1 << 20}
+    await pair.start(**room)
+    a, b = await pair.clients()
+    numbers = list(range(700))
+    await a.put(Kind.KV, things.blocks(*numbers))
+    await pair.listed(a)
+    keys = [record_key(Kind.KV, things.namespace, things.digest(n)) for n in numbers]
+    with redis.Redis.from_url(valkey.url) as plain:
+        values = plain.mget(keys)
+        strange = values[650] + values[650][:2] + b"\x09" + values[650][3:40]
+        plain.mset({keys[650]: strange, keys[680]: values[680][:36] + b"\0" * 4})
+        places = await b.open_prefix([things.digest(n) for n in numbers], None)
+        assert await read(b, things, places, numbers) == numbers[:650]
+        assert (await when_idle(b)).peer_fetched == 650
+        plain.set(keys[650], values[650])
+        places = await b.open_prefix([things.digest(n) for n in numbers], None)
+        assert await read(b, things, places, numbers) == numbers[:680]
+        plain.set(keys[680], values[680])
+    places = await b.open_prefix([things.digest(n) for n in [*numbers, 999]], None)
+    assert await read(b, things, places, numbers) == numbers
+    stat = await when_idle(b)
+    assert (stat.peer_fetched, stat.peer_failed) == (700, 0)
 
 
 async def test_another_namespace_is_another_object(pair, things):
