@@ -5,7 +5,8 @@
 A store and its clients as processes of their own; batches of 16 blocks; best of `--rounds`, except
 the CPU a block, which is of the same round; the store's is of all phases of puts until they are
 listed, and of all cold gets. A get is verified (header before and after, length,
-digest, generation, checksum) and copied out unless it says `in place`. Baselines:
+digest, generation, checksum) and copied out unless it says `in place`. `one chain`: all blocks in
+one question, as a role asks for a prompt's. Baselines:
 
   memcpy     the same payloads copied into, and out of, private memory as large as the run
   ceiling    the same and a checksum of each: what Python reaches that asks nobody anything;
@@ -243,6 +244,8 @@ def one_round(home: str, redis_url: str, case: Case, clients: Clients, round_: i
         cold = {"round_": plain, "count": few // case.clients, "in_flight": 2}
         out["ssd_get_piped"], _, _ = clients.timed("cold", few, order=cold)
         out["store_cold_cpu_us"] = (process.cpu_s() - began_cpu_s) / (few + many // 2) * 1e6
+        chain = {"round_": piped, "first": each // 2, "count": each, "in_flight": 1, "batch": each}
+        out["ssd_get_chain"], _, _ = clients.timed("cold", many - many // 2, order=chain)
         wrong = sum(each["wrong"] for each in clients.each("wrong", round_=piped))
         if wrong:
             raise SystemExit(f"{wrong:.0f} blocks are not the bytes that were put")
@@ -282,6 +285,7 @@ def ratios(best: dict[str, float], block_bytes: int) -> dict[str, float]:
         "ssd put : bare file": best["ssd_put"] / best["bare_put"],
         "ssd cold get : bare file": best["ssd_get"] / best["bare_get"],
         "ssd cold get, 2 in flight : bare file": best["ssd_get_piped"] / best["bare_get"],
+        "ssd cold get, one chain : bare file": best["ssd_get_chain"] / best["bare_get"],
     }
     if "chain" in best:
         out["hash chain : sha256"] = best["chain"] / best["sha256"]

@@ -228,13 +228,21 @@ class Client:
             await self._store().release(self._lease(round_))
         return {}
 
-    async def cold(self, at_s: float, round_: int, count: int, in_flight: int) -> dict[str, float]:
-        """All blocks from SSD into the arena and copied out of it, in batches of 16."""
+    async def cold(
+        self,
+        at_s: float,
+        round_: int,
+        count: int,
+        in_flight: int,
+        first: int = 0,
+        batch: int = BATCH,
+    ) -> dict[str, float]:
+        """Blocks `first` to `count` from SSD into the arena and copied out of it."""
         store, keys = self._store(), self._keys(round_, count)
         lease = JobKey(RequestId("cold"), 0)
 
         async def one(begin: int) -> None:
-            wanted = keys[begin : begin + BATCH]
+            wanted = keys[begin : begin + batch]
             places = await store.open_prefix(wanted, lease)
             if len(places) != len(wanted):
                 raise SystemExit(f"{len(wanted) - len(places)} blocks were not found on disk")
@@ -243,7 +251,7 @@ class Client:
                     raise SystemExit("a read missed")
 
         with Measured(at_s) as measured:
-            await _at_most(in_flight, one, range(0, count, BATCH))
+            await _at_most(in_flight, one, range(first, count, batch))
         return measured.told()
 
     async def wrong(self, round_: int) -> dict[str, float]:
