@@ -96,9 +96,11 @@ class Elsewhere:
         if not wanted:
             return []
         try:
-            values, live = await self._ask(kind, namespace, wanted)
+            known = self._known  # another look-up may learn of stores meanwhile
+            values, live = await self._ask(kind, namespace, wanted, known)
             heads = _heads(values)
-            await self._learn({head[0] for head in heads.values()}, live)
+            missing = {head[0] for head in heads.values()}.difference(known)
+            await self._learn(sorted(missing), live)
         except RedisAway:
             return []
         worth = {name: self._worth(kind, head, live) for name, head in heads.items()}
@@ -130,18 +132,16 @@ class Elsewhere:
         return out
 
     async def _ask(
-        self, kind: Kind, namespace: bytes, wanted: Sequence[Digest]
+        self, kind: Kind, namespace: bytes, wanted: Sequence[Digest], known: Sequence[int]
     ) -> tuple[list[bytes | None], dict[int, LiveStore]]:
         """The values of `wanted`, and the live stores among those known."""
-        known = self._known
         about = b"".join([packed_key(store_key(number)) for number in known])
         keys = packed_keys(kind, namespace, b"".join(wanted))
         answer = await self._link.mget_packed(len(known) + len(wanted), about + keys)
         return answer[len(known) :], _live(known, answer)
 
-    async def _learn(self, numbers: set[int], live: dict[int, LiveStore]) -> None:
-        """Add the live records of `numbers` that were not asked for with the objects."""
-        missing = sorted(numbers.difference(self._known))
+    async def _learn(self, missing: Sequence[int], live: dict[int, LiveStore]) -> None:
+        """Add the live records of `missing`, which were not asked for with the objects."""
         if missing:
             keys = [store_key(number) for number in missing]
             live.update(_live(missing, await self._link.get_many(keys)))
