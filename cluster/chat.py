@@ -118,7 +118,7 @@ def _turn(chunks: Iterator[dict[str, Any]], out: Console) -> tuple[str, str]:
         if counted := chunk.get("usage"):
             cached = (counted.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
             usage = (
-                f"{counted['prompt_tokens']} tokens in ({cached} found in the store),"
+                f"{counted['prompt_tokens']} tokens in ({cached} cached),"
                 f" {counted['completion_tokens']} out"
             )
     return "".join(parts), usage

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 app = typer.Typer(
     name="headrace",
-    help="Serve DeepSeek-V4.1-family models from separate prefill and decode pools.",
+    help="Serve DeepSeek-V4.1-family models from separate vision, prefill and decode pools.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

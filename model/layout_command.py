@@ -23,15 +23,18 @@ from headrace.model.report import layout_report
 from headrace.model.report_picture import draw_png
 from headrace.model.report_views import as_json, tables
 
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(|B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)")
-_POWERS = {"": 0, "B": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)")
+_POWERS = {"B": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """`141GB`, `80GiB`, `5000`: kB is 1,000 and KiB is 1,024. Raises ConfigError."""
+    """`141GB`, `80GiB`, `5000B`: kB is 1,000 and KiB is 1,024. A number without its unit is
+    refused: 141 bytes are not what anybody means. Raises ConfigError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ConfigError(f"{option}: found {text!r:.60}, wanted a size such as 141GB or 80GiB")
+        raise ConfigError(
+            f"{option}: found {text!r:.60}, wanted a size with its unit, such as 141GB or 80GiB"
+        )
     number, unit = match[1], match[2]
     base = 1024 if "i" in unit else 1000
     return int(float(number) * base ** _POWERS[unit[:1]])

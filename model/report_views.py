@@ -186,7 +186,8 @@ def _weight_table(report: LayoutReport) -> Table:
 def _fit_table(report: LayoutReport) -> Table:
     """A column for each build, so that its width does not grow with the lengths asked for."""
     assert report.memory_bytes is not None
-    title = f"Fits into {show_bytes(report.memory_bytes)} a device, tp {report.tp}"
+    exactly = f"{report.memory_bytes:,} bytes"
+    title = f"Fits into {show_bytes(report.memory_bytes)} ({exactly}) a device, tp {report.tp}"
     table = Table(title=title, caption="Activations, graphs and buffers are not counted.")
     table.add_column("build", no_wrap=True)
     for fit in report.fits:

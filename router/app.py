@@ -102,7 +102,9 @@ async def _health(app: App, exchange: Exchange, _: Principal) -> None:
 async def _ready(app: App, exchange: Exchange, _: Principal) -> None:
     """200 while a request could be served; which pools, so that a person sees what is missing."""
     replicas = app.desk.replicas
-    pools = {role.value: len(replicas.routable(role)) for role in (Role.PREFILL, Role.DECODE)}
+    vision = (Role.VISION,) if app.generator.takes_images else ()
+    roles = (*vision, Role.PREFILL, Role.DECODE)
+    pools = {role.value: len(replicas.routable(role)) for role in roles}
     ready = pools["decode"] > 0 and not app.desk.draining
     body = {"status": "ready" if ready else "not ready", "replicas": pools}
     await exchange.answer_json(body, 200 if ready else 503)

@@ -85,6 +85,7 @@ class Generator:
         self._salts = salts
         self._fetcher = fetcher
         schemes = WITH_FETCH if settings.fetch.hosts else DATA_ONLY
+        self.takes_images = settings.images
         images = schemes if settings.images else ()
         self._read_chat = partial(read_chat, limits=self._edge, images=images)
 

@@ -67,7 +67,7 @@ class Meters:
         self.gaps = histogram(Metric.TOKEN_GAP_SECONDS, "mean time between tokens of a request")
         self.prompt_tokens = counter(Metric.PROMPT_TOKENS, "prompt tokens")
         self.completion_tokens = counter(Metric.COMPLETION_TOKENS, "generated tokens")
-        self.cached_tokens = counter(Metric.CACHED_TOKENS, "prompt tokens found in the store")
+        self.cached_tokens = counter(Metric.CACHED_TOKENS, "prompt tokens found stored or resident")
         self.rows = counter(Metric.ROWS, "rows run", ("pool", "half"))
         self.hit_tokens = counter(Metric.HIT_TOKENS, "prompt tokens not computed", ("tier",))
         self.saved_rows = counter(Metric.SAVED_ROWS, "rows of a cold run that were not run")

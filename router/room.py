@@ -64,6 +64,7 @@ class Rooms:
         self._for_prefill = Line()
         self._news = asyncio.Event()  # set and replaced when a replica joins or reports
         self._kicked = asyncio.Event()  # the same on every kick
+        self._promised_s = 0.0  # when the last place of those is free that were promised to refused
         self._turn = self._bind_turn = 0  # two, or every second replica would get all late binds
 
     @property
@@ -191,15 +192,16 @@ class Rooms:
         return work, await line.wait(lambda: self._choose(work, avoid, taken), begun=again)
 
     def _check_wait(self, line: Line, pool: Role, deadline_s: float) -> None:
-        """Raises `Overloaded` when the lines are full, or when a place in this one would be too
-        long a wait, with the time after which it is not if nobody else comes."""
+        """Raises `Overloaded` when the lines are full, with the time until the next place that was
+        promised to nobody else, or when a place in this one would be too long a wait, with the time
+        after which it is not if nobody else comes."""
         edge = self._deployment.edge
         keys = [replica.key for replica in self.replicas.routable(pool)]
         wait_s = self._ledger.wait_s(keys, len(line) + 1)
         if self.waiting >= edge.queued_requests:
             raise Overloaded(
                 f"queued_requests is limited to {edge.queued_requests}, all replicas are full",
-                retry_after_s=min(MAX_RETRY_AFTER_S, wait_s / (len(line) + 1)),
+                retry_after_s=min(MAX_RETRY_AFTER_S, self._promise_s(wait_s, len(line) + 1)),
             )
         name, most_s = min(
             ("queue_wait_s", edge.queue_wait_s), ("the deadline", deadline_s), key=lambda x: x[1]
@@ -209,6 +211,15 @@ class Rooms:
                 f"{name} is {most_s:g} s, a wait of {wait_s:.0f} s is predicted",
                 retry_after_s=min(MAX_RETRY_AFTER_S, wait_s - most_s),
             )
+
+    def _promise_s(self, wait_s: float, places: int) -> float:
+        """In how many seconds the next place comes free: one after the other for those who are
+        refused, or all would come back for the first. Who does not come back delays nobody by more
+        than the whole line, `places` that take `wait_s`."""
+        now_s = SYSTEM_CLOCK.now_s()
+        ahead_s = min(wait_s, max(0.0, self._promised_s - now_s) + wait_s / places)
+        self._promised_s = now_s + ahead_s
+        return ahead_s
 
     async def _look_up(self, request: GenRequest, card: ModelCard) -> Hits:
         """What is stored of the prompt: the exact blocks, and in mode `replay` those behind them

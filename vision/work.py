@@ -218,7 +218,9 @@ class VisionWork:
         items = [(job.digest, made.payload)]
         (place,) = await self._store.put(Kind.MM, items, lease=job.key, wait_s=SEAL_WAIT_S)
         if place is None:
-            self._end(job, JobEvent.ERROR, Overloaded("the store takes no rows of pictures now"))
+            full = Overloaded("the store takes no rows of pictures now")
+            away = Unavailable("the store of this vision replica is away")
+            self._end(job, JobEvent.ERROR, full if self._store.connected else away)
         else:
             self._done(job, JobEvent.SEALED, made=True)
 

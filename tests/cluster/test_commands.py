@@ -283,7 +283,7 @@ def test_chat_shows_text_as_it_came_and_what_was_found(
         thread.join()
     shown = out.export_text()
     assert said in shown
-    assert "145 tokens in (128 found in the store), 8 out" in shown
+    assert "145 tokens in (128 cached), 8 out" in shown
 
 
 def test_chat_sends_messages_and_no_mistyped_command(

@@ -162,9 +162,13 @@ def test_refusals_are_one_line_and_say_what_is_wrong(toy: Path, tmp_path: Path) 
         (("layout", "toy", "--keep", 10**30), "keep_tokens: found 1000000000000000000000000000000"),
         (("layout", "toy", "--tp", 0), "tp: found 0, wanted in 1..4096"),
         (("layout", "toy", "--backtrack", -3), "backtrack_rows: found -3, wanted in 1..1024"),
-        (("layout", "toy", "--memory", "much"), "--memory: found 'much', wanted a size such as"),
+        (
+            ("layout", "toy", "--memory", "much"),
+            "found 'much', wanted a size with its unit",
+        ),
         (("layout", "toy", "--memory", "9" * 400), "--memory: found '999"),
-        (("layout", "toy", "--memory", "0"), "memory_bytes: found 0, wanted in 1.."),
+        (("layout", "toy", "--memory", "141"), "found '141', wanted a size with its unit, such"),
+        (("layout", "toy", "--memory", "0B"), "memory_bytes: found 0, wanted in 1.."),
         (("layout", "toy", "--png", x / "a.png"), "cannot be written: wanted a file in a folder"),
         (("layout", "toy", "--png", x), "wanted a file name that ends in .png"),
         (("layout", tmp_path / "no.json"), "no.json: missing"),
@@ -178,7 +182,7 @@ def test_refusals_are_one_line_and_say_what_is_wrong(toy: Path, tmp_path: Path) 
         (("random", "toy", x, "--seed", -1), "--seed: found -1, wanted in 0..9223372036854775807"),
         (("random", "toy", x, "--seed", 2**63), "--seed: found 9223372036854775808"),
         (("random", "toy", x, "--parts", "all"), "--parts: found 'all', wanted one of full, text"),
-        (("random", "toy", x, "--max-shard", "0"), "--max-shard: found '0', wanted at least 1"),
+        (("random", "toy", x, "--max-shard", "0B"), "--max-shard: found '0B', wanted at least 1"),
         (("random", "toy", x, "--block", 64), "weight_block_size: found [64, 64]"),
         (("random", "toy", x, "--tokenizer", "no.json"), "--tokenizer: no.json is no file"),
         (("random", "toy", x, "--tokenizer", toy / "config.json"), "cannot be read as a tokenizer"),
@@ -327,8 +331,8 @@ def test_help_explains_every_option() -> None:
 
 
 def test_sizes_are_read_by_their_units() -> None:
-    sizes = {"5": 5, "141GB": 141 * 10**9, "80 GiB": 80 << 30, "1.5kB": 1500, "2KiB": 2048}
+    sizes = {"5B": 5, "141GB": 141 * 10**9, "80 GiB": 80 << 30, "1.5kB": 1500, "2KiB": 2048}
     assert {text: parse_bytes(text, "--memory") for text in sizes} == sizes
-    for text in ("", "GB", "1gb", "-3GB", "1e9", "1 PB"):
+    for text in ("", "5", "141", "GB", "1gb", "-3GB", "1e9", "1 PB"):
         with pytest.raises(ConfigError, match="--memory: found"):
             parse_bytes(text, "--memory")

@@ -73,3 +73,36 @@ async def test_a_line_that_takes_too_long_refuses_at_once_and_says_until_when(
         answers = [(await task).json()["choices"][0]["text"] for task in tasks]
         assert answers == [REFERENCE] * 3
         await rig.until(rig.nothing_held)
+
+
+async def test_those_whom_a_full_line_refuses_are_promised_one_place_after_the_other(
+    rigs: Any,
+) -> None:
+    """One slot, answers of 10 s each, two in line: places are free after 10, 20 and 30 s. Who comes
+    after is told no more than that, whether those before him come back or not."""
+    edge = EdgeLimits(queued_requests=2, request_deadline_s=600.0, queue_wait_s=600.0)
+    async with rigs(edge=edge, queue_ahead=0) as rig:
+        (decode,) = rig.decodes
+        decode.n_slots = 1
+        await decode.announce()
+        await rig.until(lambda: {r.member.n_slots for r in rig.router.replicas.all()} == {1})
+        assert (await rig.client.post("/v1/completions", json=BODY)).status_code == 200
+        (account,) = rig.router.ledger._accounts.values()
+        account.stay_s = 10.0
+        event, decode.script.gate = rig.gate_at(0)
+        tasks = []
+        for n_waiting in (0, 1, 2):
+            tasks.append(asyncio.create_task(rig.client.post("/v1/completions", json=BODY)))
+            await rig.until(lambda: rig.router.desk.waiting_requests == n_waiting)  # noqa: B023
+            await rig.until(lambda: decode.running)
+        told = []
+        for _ in range(5):
+            answer = await rig.client.post("/v1/completions", json=BODY)
+            assert answer.status_code == 429
+            told.append(int(answer.headers["retry-after"]))
+        event.set()
+        assert [(await task).status_code for task in tasks] == [200] * 3
+        await rig.until(rig.nothing_held)
+    # Time passes between two questions, which may be a second on a busy machine.
+    assert told[0] == 10 < told[1] <= 20 < told[2] + 3 and told[1] < told[2] <= 30, told
+    assert max(told) == max(told[2:]) <= 30

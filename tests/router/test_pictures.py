@@ -92,6 +92,11 @@ async def test_without_vision(rigs) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
         assert "retry-after" in answer.headers
         assert "vision" in answer.json()["error"]["message"]
+        ready = await rig.client.get("/ready")  # for all but pictures
+        assert (ready.status_code, ready.json()["replicas"]) == (
+            200,
+            {"vision": 0, "prefill": len(rig.prefills), "decode": len(rig.decodes)},
+        )
         await rig.until(rig.nothing_held)
         await rig.pulse()
     async with rigs() as rig:
@@ -99,6 +104,8 @@ async def test_without_vision(rigs) -> None:
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "messages[0].content[1]")
         assert "not offered" in error["message"]
+        replicas = (await rig.client.get("/ready")).json()["replicas"]
+        assert replicas == {"prefill": len(rig.prefills), "decode": len(rig.decodes)}
 
 
 def _spaced(text: str) -> str:

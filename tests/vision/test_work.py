@@ -21,21 +21,25 @@ TOY = ModelConfig.load("toy")
 
 
 class FakeStore:
-    """A store that keeps everything, or with `full` nothing; leases are counted by owner."""
+    """A store that keeps everything, or with `full` nothing; leases are counted by owner. One that
+    is not `connected` answers as a client of a store that is away."""
 
     def __init__(self) -> None:
         self.objects: dict[Digest, bytes] = {}
         self.leases: dict[JobKey, set[Digest]] = {}
         self.full = False
+        self.connected = True
 
     async def open_objects(self, kind: Any, digests: list[Digest], lease: JobKey) -> list[Any]:
         await asyncio.sleep(0)
+        if not self.connected:
+            return [None] * len(digests)
         found = [digest for digest in digests if digest in self.objects]
         self.leases.setdefault(lease, set()).update(found)
         return [digest if digest in self.objects else None for digest in digests]
 
     async def put(self, kind: Any, items: Any, *, lease: JobKey, wait_s: float) -> list[Any]:
-        if self.full:
+        if self.full or not self.connected:
             return [None] * len(items)
         self.objects.update(items)
         self.leases.setdefault(lease, set()).update(digest for digest, _ in items)
@@ -174,6 +178,11 @@ async def test_what_fails_is_said_and_whether_it_may_go_well_elsewhere(files: An
     bench.store.full = True
     bench.ask("no room", 4, n_tokens=tokens_of(bench, 4))
     assert [(m.code, m.retryable) for m in await bench.settled()] == [("overloaded", True)]
+    bench.store.full, bench.store.connected = False, False
+    bench.ask("no store", 4, n_tokens=tokens_of(bench, 4))
+    (away,) = await bench.settled()
+    assert (away.code, away.retryable) == ("no_replica", True) and "store" in away.message
+    bench.store.connected = True
     bench.work.draining = True
     bench.ask("drained", 4, n_tokens=tokens_of(bench, 4))
     assert [(m.code, m.retryable) for m in await bench.settled()] == [("no_replica", True)]
