@@ -27,8 +27,8 @@ class ImportDesk:
         self._settings = settings
 
     async def layout(self, namespace: bytes) -> dict[str, Any]:
-        """All namespaces that are stored (hex), the payload sizes of this one by kind, and the
-        largest payload that a kind's slots take."""
+        """All namespaces that are stored (hex), the payload sizes of this one by kind, the
+        largest payload that a kind's slots take, and how many blocks the arena holds."""
         facts = [entry.facts for entry in tuple(self._state.objects.values())]
 
         def survey() -> tuple[list[str], dict[str, list[int]]]:
@@ -41,7 +41,8 @@ class ImportDesk:
         namespaces, sizes = await asyncio.to_thread(survey)
         regions = self._state.residents.regions
         most = {kind.value: region.payload_bytes for kind, region in regions.items()}
-        return {"namespaces": namespaces, "sizes": sizes, "most_bytes": most}
+        slots = regions[Kind.KV].slots
+        return {"namespaces": namespaces, "sizes": sizes, "most_bytes": most, "slots": slots}
 
     def room(self, kind: Kind, namespace: bytes, digests: Sequence[Digest]) -> dict[str, Any]:
         """A letter for each digest, and how many objects of this kind find a slot on disk that

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from headrace.core.ids import JobKey, new_request_id
 from headrace.core.messages import Place
@@ -28,7 +29,8 @@ from headrace.kvstore.workshop.shipping import (
     verify_file,
 )
 
-_STEP = 32  # objects that are on disk before the next are read
+_MOST_STEP = 256  # objects that are on disk before the next are read,
+_PART = 8  # and of the blocks that memory holds, at most one in so many
 _TOGETHER = 8  # objects that wait for room in memory at a time
 _ROOM_S = 5.0  # longest wait for room in the arena
 _DISK_S = 60.0  # longest wait for a step to be written
@@ -46,53 +48,47 @@ def import_file(
     about = read_header(path)
 
     async def work(client: StoreClient) -> Imported:
-        await _check(client, directory, about, path, force)
+        layout = await client.ask(Topic.LAYOUT, namespace=about.namespace.hex())
+        namespaces = {bytes.fromhex(one) for one in layout["namespaces"]}
+        check_fits(about, mark_of(directory), namespaces, force=force)
         await asyncio.to_thread(
             verify_file, path, lambda done, total: progress(done, 2 * about.objects)
         )
-        sizes = await asyncio.to_thread(sizes_of, path)
-        await _check_sizes(client, about, sizes)
-        return await _Import(client, about).run(path, progress)
+        _check_sizes(layout, await asyncio.to_thread(sizes_of, path))
+        step = max(_TOGETHER, min(_MOST_STEP, layout["slots"] // _PART))
+        return await _Import(client, about, step).run(path, progress)
 
     return asyncio.run(with_client(store, about.namespace, work))
 
 
-async def _check(
-    client: StoreClient, directory: Path, about: PrefixFile, path: Path, force: bool
-) -> None:
-    layout = await client.ask(Topic.LAYOUT, namespace=about.namespace.hex())
-    namespaces = {bytes.fromhex(one) for one in layout["namespaces"]}
-    check_fits(about, mark_of(directory), namespaces, force=force)
-
-
-async def _check_sizes(client: StoreClient, about: PrefixFile, sizes: dict[Kind, int]) -> None:
-    layout = await client.ask(Topic.LAYOUT, namespace=about.namespace.hex())
+def _check_sizes(layout: dict[str, Any], sizes: dict[Kind, int]) -> None:
     most = {kind: layout["most_bytes"].get(kind.value, 0) for kind in sizes}
     known = {kind: set(layout["sizes"].get(kind.value, ())) for kind in sizes}
     check_sizes(sizes, most, known, "in a slot of this store, which is made for another model")
 
 
 class _Import:
-    """One import under way. What finds no free slot, and what hangs on that, is counted only."""
+    """One import under way, `step` objects at a time. What finds no free slot, and what hangs on
+    that, is counted only."""
 
-    def __init__(self, client: StoreClient, about: PrefixFile) -> None:
+    def __init__(self, client: StoreClient, about: PrefixFile, step: int) -> None:
         self._client = client
         self._about = about
+        self._step = step
         self._lost: set[bytes] = set()
         self._done = Imported()
 
     async def run(self, path: Path, progress: Progress) -> Imported:
         objects = read_objects(path)
         total = self._about.objects
-        for number in itertools.count():
-            step = await asyncio.to_thread(lambda: list(itertools.islice(objects, _STEP)))
-            if not step:
-                return self._done
+        done = 0
+        while step := await asyncio.to_thread(lambda: list(itertools.islice(objects, self._step))):
             for kind in (Kind.KV, Kind.SWA):
                 items = [item for item in step if item[0].facts.kind is kind]
                 if items:
                     await self._put(kind, items)
-            progress(total + min(total, (number + 1) * _STEP), 2 * total)
+            done += len(step)
+            progress(total + done, 2 * total)
         return self._done
 
     async def _put(self, kind: Kind, items: Sequence[Item]) -> None:
