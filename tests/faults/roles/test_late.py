@@ -133,15 +133,16 @@ class HeldWrites:
     def __init__(self, replica: Any, monkeypatch: Any, limit: int) -> None:
         self.go = threading.Event()
         self.blocks: list[int] = []
-        real = replica.engine.state.write_block
+        real = replica.engine.state.block_view
 
-        def write_block(block: int, payload: Any) -> None:
+        def block_view(block: int) -> memoryview:
             if len(self.blocks) < limit:
                 self.blocks.append(block)
                 self.go.wait(20)
-            real(block, payload)
+            view: memoryview = real(block)
+            return view
 
-        monkeypatch.setattr(replica.engine.state, "write_block", write_block)
+        monkeypatch.setattr(replica.engine.state, "block_view", block_view)
 
 
 async def test_blocks_under_a_late_write_are_nobodys_until_it_is_over(
