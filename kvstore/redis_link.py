@@ -169,15 +169,25 @@ class RedisLink:
     async def run_ids(self) -> frozenset[str]:
         """The names that the servers' processes have given themselves: another one has forgotten
         what was written since its data was saved. Raises `RedisAway`."""
-        found = set()
+        return frozenset(str(told.get("run_id", "")) for told in await self._info("server"))
+
+    async def eviction_policies(self) -> frozenset[str]:
+        """`maxmemory-policy` of the servers whose memory is bounded. Raises `RedisAway`."""
+        told = await self._info("memory")
+        bounded = [one for one in told if one.get("maxmemory")]
+        return frozenset(str(one.get("maxmemory_policy", "")) for one in bounded)
+
+    async def _info(self, section: str) -> list[dict[str, Any]]:
+        """A section of INFO of every server that holds data."""
+        found: list[dict[str, Any]] = []
         for shard in await self._shards():
 
             async def ask(client: Client, shard: Any = shard) -> Any:
-                return await (shard or client).execute_command("INFO", "server")
+                return await (shard or client).execute_command("INFO", section)
 
             told = await self.call(ask)
-            found.add(str(told.get("run_id", "")) if isinstance(told, dict) else "")
-        return frozenset(found)
+            found.append(told if isinstance(told, dict) else {})
+        return found
 
     async def scan(self, match: str, count: int) -> AsyncIterator[list[bytes]]:
         """Keys that match, a part at a time, of all shards. Raises `RedisAway`."""

@@ -22,6 +22,7 @@ from headrace.core.role import Ready, RoleSettings
 from headrace.core.states import ReplicaState
 from headrace.kvstore.answers import stored_chain
 from headrace.kvstore.arena import create_arena, plan_regions
+from headrace.kvstore.evicting import warn_of_eviction
 from headrace.kvstore.files import FileCalls, lock_directory
 from headrace.kvstore.graves import Graves
 from headrace.kvstore.lives import epoch_of, new_life
@@ -101,6 +102,8 @@ async def run_store(
             link = RedisLink(role.redis_url, store.index_deadline_s, clock)
             service.graves = Graves(link, leases, clock, store.forget_stores_s)
             stack.push_async_callback(service.graves.close)
+            looking = asyncio.create_task(warn_of_eviction(link), name="store-eviction")
+            stack.callback(looking.cancel)
         if (store.peer_listen or store.shared_directories) and role.redis_url:
             await start_peers(stack, role, store, service, publisher, files.uid)
         if store.metrics_port:
