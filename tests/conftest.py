@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from hypothesis import settings
 
 # Before torch is imported. Two OpenMP pools on one core were measured 4 to 27 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Likewise: where bytecode is kept by nobody, every process that a test starts compiles torch anew,
+# which was measured to double the 1.6 s of processor time of the rooms' imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 settings.register_profile("headrace", deadline=None, print_blob=True)
 # Many examples, others every time: --hypothesis-profile=large (tests/model/properties/conftest.py).
