@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import Any
 
 import httpx
@@ -124,21 +124,19 @@ class Asked:
 
 
 class Crowd:
-    """Clients in threads; each takes the next question of all when it has its answer. A context:
-    at its end no new question is asked, and every open one is answered."""
+    """Clients in threads; each takes the next question of all when it has its answer. When all were
+    asked they are asked again by another tenant, for whom nothing is stored, so that there is work
+    for every pool however long it takes. A context: at its end no new question is asked, and every
+    open one is answered."""
 
-    def __init__(
-        self, live: Any, questions: Sequence[Question], clients: int, tenant: str = ""
-    ) -> None:
+    def __init__(self, live: Any, questions: Sequence[Question], clients: int) -> None:
         self.answers: list[Answer] = []
         self._until = live.until
-        self._questions = cycle(questions)
+        self._live = live
+        self._rounds = self._take_turns(questions)
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._main, args=(live.client, tenant), daemon=True)
-            for _ in range(clients)
-        ]
+        self._threads = [threading.Thread(target=self._main, daemon=True) for _ in range(clients)]
 
     def __enter__(self) -> Crowd:
         for thread in self._threads:
@@ -168,11 +166,22 @@ class Crowd:
         assert not wrong, wrong[:3]
         return failed
 
-    def _main(self, make_client: Callable[[str], httpx.Client], tenant: str) -> None:
-        with make_client(tenant) as client:
+    def _take_turns(self, questions: Sequence[Question]) -> Iterator[tuple[str, Question]]:
+        tenant, n_right = self._live.fresh_tenant(), 0
+        while True:
+            yield from ((tenant, question) for question in questions)
+            before, n_right = n_right, sum(answer.right for answer in self.answers)
+            if n_right > before:  # an outage shall not use up all tenants
+                tenant = self._live.fresh_tenant()
+
+    def _main(self) -> None:
+        ours = ""
+        with contextlib.ExitStack() as stack:
             while not self._stop.is_set():
                 with self._lock:
-                    question = next(self._questions)
+                    tenant, question = next(self._rounds)
+                if tenant != ours:
+                    ours, client = tenant, stack.enter_context(self._live.client(tenant))
                 answer = ask(client, question)
                 self.answers.append(answer)
                 if not answer.right:

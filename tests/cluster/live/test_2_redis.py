@@ -15,7 +15,7 @@ Live = Any  # the cluster of conftest.py
 Question = Any  # of crowd.py
 Until = Callable[..., None]
 
-FREEZE_S = 5.0  # longer than the lease of a membership record
+FREEZE_S = 4.0  # longer than the lease of a membership record
 
 
 def run_id(live: Live) -> str:

@@ -32,18 +32,38 @@ def both_kinds(questions: Questions, seeded: Any, prompts: list[list[int]]) -> l
     return [one for pair in zip(*kinds, strict=True) for one in pair]
 
 
-def test_streams_outlive_their_decode_replica(
-    live: Live, questions: Questions, begin: Begin, seeded: Any, ids: Ids, until: Until
+def test_streams_outlive_their_decode_replica_and_then_all_of_them(
+    live: Live, questions: Questions, begin: Begin, ask: Any, seeded: Any, ids: Ids, until: Until
 ) -> None:
+    """With one gone they go on at the other one. With none left, what streams waits for one to come
+    back and goes on, and what is new is refused with a reason."""
     live.settled()
+    lost = one_is_killed(live, questions, begin, seeded, ids, until)
+    until(
+        lambda: live.role(lost["name"])["boot_id"] not in ("", lost["boot_id"]), 180.0, "not back"
+    )
+    until(lambda: routable(live) == 2, 30.0, "not reached")
+    all_are_killed(live, questions, begin, ask, seeded, ids, until)
+
+
+def routable(live: Live) -> float:
+    """Decode replicas."""
+    count: float = live.metric("headrace_replicas", pool="decode", state="ready")
+    return count
+
+
+def one_is_killed(
+    live: Live, questions: Questions, begin: Begin, seeded: Any, ids: Ids, until: Until
+) -> dict[str, Any]:
+    """The role that was killed, as it was before."""
     names = [f"{kind} {i}" for i in (0, 1) for kind in ("greedy", "seeded")]
     prompts = [ids(f"outlives {name}", 300) for name in names]  # none of these answers ends early
     known = len(live.records())
-    pids = {role["name"]: role["pid"] for role in live.roles() if role["role"] == "decode"}
+    before = {role["name"]: role for role in live.roles() if role["role"] == "decode"}
     asked = [begin(live, one) for one in both_kinds(questions, seeded, prompts)]
     streaming(asked, until)
-    running = [name for name in pids if live.metric("headrace_replica_requests", replica=name)]
-    live.kill(pids[running[0]])
+    running = [name for name in before if live.metric("headrace_replica_requests", replica=name)]
+    live.kill(before[running[0]]["pid"])
     answers = [one.end() for one in asked]
     assert [answer.right for answer in answers] == [True] * 4, answers
     until(lambda: len(live.records()) == known + 4, 10.0, "no records")
@@ -51,14 +71,13 @@ def test_streams_outlive_their_decode_replica(
     resumed = [record for record in records if record["resumes"]]
     assert resumed and all(record["completion_tokens"] == N_TOKENS for record in records)
     assert all(record["decode"] != running[0] or len(running) == 1 for record in resumed)
-    live.settled()
+    lost: dict[str, Any] = before[running[0]]
+    return lost
 
 
-def test_no_decode_replica_is_left(
+def all_are_killed(
     live: Live, questions: Questions, begin: Begin, ask: Any, seeded: Any, ids: Ids, until: Until
 ) -> None:
-    """What streams waits for one to come back and goes on; what is new is refused with a reason."""
-    live.settled()
     known = len(live.records())
     prompts = [ids(f"left {i}", 300) for i in range(3)]
     long, (short,) = both_kinds(questions, seeded, prompts[:2]), questions.plain(prompts[2:], 6)
