@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
+from headrace_tests import module
 from headrace_tests_cluster_live_cluster import HEADRACE, Live  # type: ignore[import-not-found]
 
 from headrace.core.card import Member
 from headrace.core.metrics import Metric
 from headrace.core.states import ReplicaState
 from headrace.kvstore import embedded_valkey
+
+forks = module("tests/beside/forks.py")
 
 
 class Plain(Live):  # type: ignore[misc]
@@ -24,7 +26,7 @@ class Plain(Live):  # type: ignore[misc]
         self.run.create()
         self.run.config_file.write_text(self.file.read_text())
         self._valkey = embedded_valkey(str(self.run.sockets))
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Any] = {}
 
     # processes
 
@@ -35,8 +37,8 @@ class Plain(Live):  # type: ignore[misc]
         environment = self.environment | ({"HEADRACE_FAULTS": faults} if faults else {})
         for name in names:
             command = [HEADRACE, "role", name.partition("-")[0], "--config", str(self.file)]
-            self._processes[name] = subprocess.Popen(
-                [*command, "--name", name], env=environment, start_new_session=True
+            self._processes[name] = forks.fork(
+                [*command, "--name", name], environment, new_session=True
             )
         if not wait:
             return

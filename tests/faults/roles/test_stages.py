@@ -7,7 +7,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from headrace_tests import module
 
 from headrace.core.card import Role
 from headrace.core.limits import EdgeLimits, LeaseTimes
+
+forks = module("tests/beside/forks.py")
 
 MODEL = "toy"
 LEASES = LeaseTimes(handoff_s=4.0, member_s=3.0, member_beat_s=0.3)
@@ -45,24 +47,20 @@ class Victim:
             "engine": dataclasses.asdict(engine),
             "proxy": proxy.address,
         }
-        script = str(Path(__file__).with_name("process.py"))
-        self._command = [sys.executable, "-P", script, json.dumps(what)]
+        self._command = [str(Path(__file__).with_name("process.py")), json.dumps(what)]
         self.process: Any = None
 
     async def start(self) -> None:
-        self.process = await asyncio.create_subprocess_exec(
-            *self._command, stdout=asyncio.subprocess.PIPE
-        )
-        line = await asyncio.wait_for(self.process.stdout.readline(), 400)
+        started = asyncio.to_thread(forks.fork_and_hear, self._command, os.environ)
+        self.process, line = await started
         said = json.loads(line)
         self.pid, self.proxy.target = said["pid"], said["address"]
         assert self.pid == self.process.pid
 
     async def end(self) -> None:
-        if self.process is not None and self.process.returncode is None:
-            self.process.kill()
         if self.process is not None:
-            await self.process.wait()
+            self.process.kill()
+            await asyncio.to_thread(self.process.wait, 20.0)
         self.proxy.target = ""
 
 
@@ -118,9 +116,13 @@ STEPS = {
 }
 
 
-# A killed one must import torch again; more kills are in tests/flow/roles/test_{lost,resume}.py.
+# Every step, by default with one kind of fault each. More kills are in tests/flow/roles/
+# test_{lost,resume}.py.
 KILLS = ("prefill, in the middle of sending", "decode, in the middle of receiving")
-CASES = [*((step, "stop") for step in STEPS), *((step, "kill") for step in KILLS)]
+CASES = [
+    *(pytest.param(s, "stop", marks=pytest.mark.slow if s in KILLS else []) for s in STEPS),
+    *((step, "kill") for step in KILLS),
+]
 
 
 def prefers(service: Any, name: str, monkeypatch: Any) -> None:
@@ -172,7 +174,8 @@ async def test_every_client_gets_its_text(
         release.set()
         service.traffic.reset()
     if kind == "kill":
-        assert await victim.process.wait() == -9 and not Path(f"/proc/{victim.pid}").exists()
+        status = await asyncio.to_thread(victim.process.wait, 20.0)
+        assert status == -9 and not Path(f"/proc/{victim.pid}").exists()
     else:
         # It goes on, finds its router gone, and gives back what it held.
         await ready(service, victim)

@@ -6,11 +6,14 @@ import asyncio
 import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
+from headrace_tests import module
+
 from headrace.core.role import RoleSettings
+
+forks = module("tests/beside/forks.py")
 
 
 class RoleProcess:
@@ -24,26 +27,25 @@ class RoleProcess:
             del deployment[name]
         what |= {"deployment": deployment, "kind": kind, "settings": dataclasses.asdict(settings)}
         script = str(Path(__file__).with_name("process.py"))
-        self._command = [sys.executable, "-P", script, json.dumps(what)]
+        self._command = [script, json.dumps(what)]
         self._environment = {**os.environ, "HEADRACE_FAULTS": faults}
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Any = None
 
     async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, env=self._environment, stdout=asyncio.subprocess.PIPE
-        )
-        assert self._process.stdout is not None
-        line = await asyncio.wait_for(self._process.stdout.readline(), 300)
-        said = json.loads(line)
+        said = await asyncio.to_thread(self._start)
         self.address, self.pid = said["address"], said["pid"]
         assert self.pid == self._process.pid
 
+    def _start(self) -> Any:
+        self._process, line = forks.fork_and_hear(self._command, self._environment)
+        return json.loads(line)
+
     async def ended(self, within_s: float = 20.0) -> int:
         """Its exit code; below 0 for a signal."""
-        assert self._process is not None
-        return await asyncio.wait_for(self._process.wait(), within_s)
+        status: int = await asyncio.to_thread(self._process.wait, within_s)
+        return status
 
     async def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.kill()
-            await self._process.wait()
+            await asyncio.to_thread(self._process.wait, 20.0)
