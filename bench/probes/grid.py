@@ -200,7 +200,7 @@ def picture_cases(per_cell: int) -> list[Case]:
 # Probe -> cells, and a maker of tasks of the same kind that are as short as a hand-off allows.
 _SHORT: dict[str, tuple[tuple[int, ...], Maker]] = {
     "P2": (TEXT_PROBES["P2"][1], lambda r, n: _edge(r, n, r.randrange(210, 270))),
-    "P5": ((20, 30), TEXT_PROBES["P5"][2]),
+    "P5": ((20, 24), TEXT_PROBES["P5"][2]),
     "P6": ((2, 4), TEXT_PROBES["P6"][2]),
 }
 
@@ -208,7 +208,7 @@ _SHORT: dict[str, tuple[tuple[int, ...], Maker]] = {
 def short_cases(per_cell: int, probe: str) -> list[Case]:
     """For tests: the kinds of P2, P5, P6, P7 and P13, in prompts of some 200 to 500 tokens."""
     if probe == "P7":
-        return branch_cases(per_cell, n_lines=24)
+        return branch_cases(per_cell, n_lines=17)
     if probe not in _SHORT:
         return all_cases(per_cell, [probe])
     cells, make = _SHORT[probe]

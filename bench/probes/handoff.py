@@ -99,12 +99,18 @@ class Grid:
     def session(self, *, key_spans: bool = True) -> Session:
         return Session(self.pools, self.keep_tokens, self.depth_tokens, key_spans=key_spans)
 
-    def ask(self, cases: Sequence[Case], cold: Cold, passes: Collection[str] = PASSES) -> Asked:
+    def ask(
+        self,
+        cases: Sequence[Case],
+        cold: Cold,
+        passes: Collection[str] = PASSES,
+        again: int | None = None,
+    ) -> Asked:
         """The passes of the cases of one cell (P7 and P13: of both), `again` in the store of the
-        pass before it."""
+        pass before it and of the first `again` cases alone, where that is given."""
         asked = Asked(self.pools)
         if cases[0].probe == "P6":
-            return self._talks(asked, cases, cold, passes)
+            return self._talks(asked, cases, cold, passes, again)
         prompts = [self.pools.prompts(case)[-1] for case in cases]
         answers = cold.of(prompts, self.keep_tokens)
         asked.add("cold", prompts, answers, answers)
@@ -113,7 +119,7 @@ class Grid:
             asked.add("handed", prompts, session.ask(prompts), answers)
         if "grown" in passes:
             session = self._grow(asked, cases, prompts, answers)
-        asked.add("again", prompts, session.ask(prompts), answers)
+        asked.add("again", prompts[:again], session.ask(prompts[:again]), answers[:again])
         return asked
 
     def _grow(
@@ -131,7 +137,12 @@ class Grid:
         return session
 
     def _talks(
-        self, asked: Asked, cases: Sequence[Case], cold: Cold, passes: Collection[str]
+        self,
+        asked: Asked,
+        cases: Sequence[Case],
+        cold: Cold,
+        passes: Collection[str],
+        again: int | None,
     ) -> Asked:
         """`grown`: every turn, one after the other, in one store. Where `handed` is left out, only
         the answers to both questions at the end are compared."""
@@ -150,7 +161,7 @@ class Grid:
         asked.add("cold", last, answers, answers)
         if "handed" in passes:
             asked.add("handed", last, self.session().ask(last), answers)
-        asked.add("again", last, session.ask(last), answers)
+        asked.add("again", last[:again], session.ask(last[:again]), answers[:again])
         return asked
 
 

@@ -43,12 +43,16 @@ def pools(probes: Any) -> Any:
 def cases(probes: Any) -> Any:
     """`cases(probe, cell, count)` of the grid, `short=True` for its short prompts."""
 
-    def of(probe: str, cell: str, count: int, *, short: bool = False) -> list[Any]:
+    @cache
+    def cells(probe: str, count: int, short: bool) -> dict[str, list[Any]]:
         grid = probes.grid
         made = grid.short_cases(count, probe) if short else grid.all_cases(count, [probe])
-        return {c: own for _, c, own in probes.handoff.by_cell(made)}[cell]
+        return {c: own for _, c, own in probes.handoff.by_cell(made)}
 
-    return cache(of)
+    def of(probe: str, cell: str, count: int, *, short: bool = False) -> list[Any]:
+        return cells(probe, count, short)[cell]
+
+    return of
 
 
 @pytest.fixture(scope="session")
