@@ -31,6 +31,14 @@ N_TOKENS, MAX_TOKENS = 244, 36
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=11)
 # 244 + 12 is the border of a block: its last row is that of the token that never left. 32 is W.
 GIVEN = (0, 1, 2, 11, 12, 13, 14, 31, 32, 33)
+# By default every g greedy, and seeded: none, the first token, the block's border, W.
+SEEDED_BY_DEFAULT = (0, 1, 12, 32)
+CASES = [pytest.param(g, Sampling(), id=f"{g}-greedy") for g in GIVEN] + [
+    pytest.param(
+        g, SEEDED, id=f"{g}-seeded", marks=[] if g in SEEDED_BY_DEFAULT else pytest.mark.slow
+    )
+    for g in GIVEN
+]
 
 
 async def lose_after(cluster: Any, request: Any, g: int) -> list[int]:
@@ -46,8 +54,7 @@ async def lose_after(cluster: Any, request: Any, g: int) -> list[int]:
     return call.token_ids
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("g", GIVEN)
+@pytest.mark.parametrize(("g", "sampling"), CASES)
 async def test_the_text_goes_on(cluster, yardstick, prompt, g: int, sampling: Sampling) -> None:
     ids, domain = prompt(N_TOKENS, "resume"), f"resume {g} {sampling.seed}"
     text = await yardstick.text(ids, MAX_TOKENS, None, sampling)
