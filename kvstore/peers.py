@@ -28,8 +28,8 @@ from headrace.kvstore.settings import Kind, StoreSettings
 from headrace.kvstore.state import StoreState
 
 log = logging.getLogger(__name__)
-_BATCH_BYTES = 4 << 20
-_BATCH = 64
+_BATCH_BYTES = 8 << 20
+_BATCH = 128
 _FIRST_KEYS = 128  # of a chain's first look-up; each further one is four times as long
 _THREADS = 4
 _HUNG_S = 2.0  # after the deadline: time to give slots back, as far as they can be
