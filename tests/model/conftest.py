@@ -202,6 +202,6 @@ def state_and_logits(
         ]
         assert not any(x.isnan().any() for x in logits)
         swa = driver.state.export_slot(0, 150).swa
-        return torch.cat(logits).numpy().tobytes(), driver.state.read_block(0), swa
+        return torch.cat(logits).cpu().numpy().tobytes(), driver.state.read_block(0), swa
 
     return run
