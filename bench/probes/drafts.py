@@ -6,10 +6,12 @@
 Each prompt is continued by verify steps alone (`engine/speculation.py`), one sequence at a time,
 `fast` numerics on the CPU. Kinds: `template` are chats of the training's kinds, greedy; `prose`
 goes on with the first words of books and manuals, greedy; `digits` goes on with random digits at
-temperature 1, where nothing can be guessed. Kept a step = drafts that stayed; a step gives one
-token more. By place: how often draft i stayed among the steps where all before it did, beside the
-drafter's mean confidence there. Steps saved = 1 - steps / tokens. The second table: of all drafts
-that were reached, by their confidence, how many stayed; equal columns are perfect calibration.
+temperature 1, where only their law can be known. With `--to-end` an answer ends at its end mark, as
+for a client; without it the model writes on, in text that training never weighed. Kept a step =
+drafts that stayed; a step gives one token more. By place: how often draft i stayed among the steps
+where all before it did, beside the drafter's mean confidence there. Steps saved = 1 - steps /
+tokens. The second table: of all drafts that were reached, by their confidence, how many stayed;
+equal columns are perfect calibration.
 """
 
 from __future__ import annotations
@@ -120,9 +122,15 @@ class Tally:
 
 
 def run(
-    trunk: Trunk, ids: TokenIds, n_tokens: int, n_drafts: int, sampling: Sampling, tally: Tally
+    trunk: Trunk,
+    ids: TokenIds,
+    n_tokens: int,
+    n_drafts: int,
+    sampling: Sampling,
+    tally: Tally,
+    ends: int | None = None,
 ) -> list[int]:
-    """The text after `ids`, by verify steps."""
+    """The text after `ids`, by verify steps, until `n_tokens` or the token `ends` have come."""
     state = KvState(trunk.config, CacheLayout.of(trunk.config, n_drafts + 1), 8, 1, trunk.numerics)
     runner = Runner(trunk, state, SYSTEM_CLOCK)
     runner.open(0, ids, list(range(8)))
@@ -134,7 +142,7 @@ def run(
     (part,) = runner.run(StepPlan((segment(length, 0),))).segments
     assert part.token_id is not None
     text.append(part.token_id)
-    while len(text) < len(ids) + n_tokens:
+    while len(text) < len(ids) + n_tokens and ends not in text[len(ids) :]:
         anchor = Anchor(0, text[-1], length, 0, sampling, n_drafts)
         (drafts,) = propose(trunk, state, [anchor])
         rows = segment(length + 1 + len(drafts.token_ids), length)
@@ -177,9 +185,12 @@ def main() -> None:
     )
     folder = Path(__file__).parents[2] / "configs" / "models" / "demo"
     parser.add_argument("folder", type=Path, nargs="?", default=folder, help="a checkpoint")
-    parser.add_argument("--prompts", type=int, default=3, choices=range(1, len(PROSE) + 1))
+    parser.add_argument(
+        "--prompts", type=int, default=3, help=f"of each kind; at most {len(PROSE)} are prose"
+    )
     parser.add_argument("--tokens", type=int, default=60, help="of each answer")
     parser.add_argument("--drafts", type=int, default=5, help="a step")
+    parser.add_argument("--to-end", action="store_true", help="stop at the end mark")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--image", type=Path)
     args = parser.parse_args()
@@ -187,6 +198,7 @@ def main() -> None:
     began = time.monotonic()
     trunk = load_trunk(args.folder, Numerics.FAST)
     tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
+    ends = trunk.config.eos_token_id if args.to_end else None
     kinds = {}
     print("| text | steps | kept a step | steps saved | draft i stays (confidence) |")
     print("|---|---|---|---|---|")
@@ -195,7 +207,7 @@ def main() -> None:
         for text in prompts_of(kind, args.prompts):
             ids = as_token_ids(tokenizer.encode(text, add_special_tokens=False).ids)
             own = Tally()
-            run(trunk, ids, args.tokens, args.drafts, sampling, own)
+            run(trunk, ids, args.tokens, args.drafts, sampling, own, ends)
             whole.join(own)
         print(whole.line(kind), flush=True)
     print("\n| text | confidence: drafts, of which stay |\n|---|---|")

@@ -119,14 +119,31 @@ TEXT_PROBES: dict[str, tuple[str, tuple[int, ...], Maker]] = {
 }
 
 
+# Beyond the 2,048 tokens of most of the training: cells of the same makers, 2,000 to 8,000 tokens.
+LONG_CELLS = {"P1": (3000, 4500, 7500), "P4": (200, 350, 650)}
+
+
 def text_cases(per_cell: int, probes: tuple[str, ...] = tuple(TEXT_PROBES)) -> list[Case]:
+    return [case for probe in probes for case in _cases_of(per_cell, probe, TEXT_PROBES[probe][1])]
+
+
+def long_cases(per_cell: int, probes: Collection[str] = ()) -> list[Case]:
+    """Of P1 and P4, or of that one of them that is named."""
+    return [
+        case
+        for probe, cells in LONG_CELLS.items()
+        if probe in (probes or LONG_CELLS)
+        for case in _cases_of(per_cell, probe, cells)
+    ]
+
+
+def _cases_of(per_cell: int, probe: str, cells: tuple[int, ...]) -> list[Case]:
+    make = TEXT_PROBES[probe][2]
     cases = []
-    for probe in probes:
-        _, cells, make = TEXT_PROBES[probe]
-        for cell in cells:
-            for number in range(per_cell):
-                task = _joined(make(Random(f"{SEED}:{probe}:{cell}:{number}"), cell))
-                cases.append(Case(probe, str(cell), number, task))
+    for cell in cells:
+        for number in range(per_cell):
+            task = _joined(make(Random(f"{SEED}:{probe}:{cell}:{number}"), cell))
+            cases.append(Case(probe, str(cell), number, task))
     return cases
 
 

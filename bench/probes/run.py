@@ -26,7 +26,7 @@ from typing import Protocol
 
 import torch
 from forward import Forward
-from grid import Case, all_cases
+from grid import Case, all_cases, long_cases
 from PIL import Image
 
 from headrace.model.training.chat import IMAGE
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--cases", type=int, default=20, help="of each cell")
     parser.add_argument("--probes", nargs="*", default=[], help="P1 P4: only these")
+    parser.add_argument("--long", action="store_true", help="P1 and P4 of 2,000 to 8,000 tokens")
     way = parser.add_mutually_exclusive_group()
     way.add_argument("--engine", action="store_true", help="the `all` engine in this process")
     way.add_argument("--url", help="a server, e.g. http://127.0.0.1:8000/v1")
@@ -126,7 +127,7 @@ def main() -> None:
     a = parser.parse_args()
     torch.set_num_threads(1)
     cells: dict[tuple[str, str], list[Case]] = {}
-    for case in all_cases(a.cases, a.probes):
+    for case in (long_cases if a.long else all_cases)(a.cases, a.probes):
         cells.setdefault((case.probe, case.cell), []).append(case)
     asked: Asked | None = None
     if a.engine:

@@ -37,8 +37,10 @@ def main() -> None:
             if name.startswith(begin):
                 axis.plot(columns[across], values, label=name.split("_", 1)[1], linewidth=1)
         what = "loss, nats a token" if file.name == TRAINING else "share of drafts that stay"
+        if file.name == TRAINING:
+            axis.set(yscale="log", ylim=(1e-4, None))  # parts differ a thousandfold
         axis.set(xlabel=across.replace("_", " "), ylabel=what)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="lower left" if file.name == TRAINING else "lower right")
     figure.tight_layout()
     figure.savefig(a.image, dpi=110)
 
