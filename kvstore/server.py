@@ -44,7 +44,7 @@ from headrace.kvstore.writer import Writer
 log = logging.getLogger(__name__)
 _EXPIRE_S = 0.2  # how often leases and reservations are looked through
 _MANY = 10_000  # objects found at start that the collector need not look at again
-_READ_THREADS = 4
+_READ_THREADS = 8  # some verify while others keep the disk busy
 _WRITE_THREADS = 4
 _SCRAPE_S = 2.0  # a scrape gets what there is by then
 
