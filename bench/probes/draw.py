@@ -81,7 +81,7 @@ def main() -> None:
     figure, axes = pyplot.subplots(1, len(drawn), figsize=(4.4 * len(drawn), 3.8), squeeze=False)
     for axis, (draw, data) in zip(axes[0], drawn, strict=True):
         draw(axis, data)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="lower left")
         if draw is not draw_depth:
             axis.set_ylim(50, 101)
     figure.tight_layout()
