@@ -186,6 +186,33 @@ VISIBILITY_TABLE: StateTable[Visibility, VisibilityEvent] = StateTable(
 )
 
 
+class Grant(StrEnum):
+    """An arena slot that a client holds in advance of what it will put there."""
+
+    HELD = "held"  # the client may write it; nobody else may have it
+    FILLED = "filled"  # its object is known, or another writer was first
+    ENDED = "ended"  # the slot is blank and the store's own again
+
+
+class GrantEvent(StrEnum):
+    COMMIT = "commit"  # the client has written payload and header
+    GIVE_BACK = "give_back"
+    EXPIRE = "expire"  # held for too long: whoever holds it forgot, or stands still
+    CLOSE = "close"  # the client's connection has ended
+
+
+_G, _H = Grant, GrantEvent
+GRANT_TABLE: StateTable[Grant, GrantEvent] = StateTable(
+    "grant",
+    {
+        (_G.HELD, _H.COMMIT): _G.FILLED,
+        **{(_G.HELD, e): _G.ENDED for e in (_H.GIVE_BACK, _H.EXPIRE, _H.CLOSE)},
+    },
+    # A client learns only from its connection's end that its slots were taken away.
+    ignored=frozenset({(s, e) for s in (_G.FILLED, _G.ENDED) for e in _H}),
+)
+
+
 class ReplicaState(StrEnum):
     """A replica as routers and the supervisor see it."""
 

@@ -102,6 +102,11 @@ class Arena:
         self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._bytes = memoryview(self._map)
 
+    @property
+    def view(self) -> memoryview:
+        """All of it, writable; whoever holds it keeps the mapping."""
+        return self._bytes
+
     def region(self, kind: Kind) -> Region | None:
         return next((region for region in self.regions if region.kind is kind), None)
 
@@ -149,7 +154,8 @@ class Arena:
         view = self._bytes[end - HEADER_BYTES : end]
         before = view.tobytes()
         if not _is(before, region, slot, place, namespace, digest):
-            sound = before == _BLANK or SlotHeader.unpack(before) is not None
+            header = SlotHeader.unpack(before)
+            sound = before == _BLANK if header is None else not _is_older(header, place)
             return Reading.STALE if sound else Reading.DAMAGED
         if not header_is_whole(before):
             return Reading.DAMAGED
@@ -174,6 +180,12 @@ def _copied(source: memoryview, dest: Buffer) -> memoryview:
             raise ValueError(f"the destination holds {len(target)} bytes, {length} are needed")
     target[:] = source
     return target
+
+
+def _is_older(header: SlotHeader, place: Place) -> bool:
+    """Whether a header is of an earlier use of the slot than a place: its writer came too late and
+    wrote over what the store has given to another."""
+    return 0 < (place.generation - header.generation) & 0xFFFF_FFFF < 1 << 31
 
 
 def _is(

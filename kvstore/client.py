@@ -36,13 +36,11 @@ from headrace.kvstore.messages import (
     Renew,
     Stat,
 )
-from headrace.kvstore.putting import ANSWER_S, joined, put_batch
+from headrace.kvstore.putting import ANSWER_S, joined, next_batch, put_batch
 from headrace.kvstore.questions import Answer, Question, StoreRefused, StoreSilent, Topic
 from headrace.kvstore.settings import Kind, StoreStat
 
 log = logging.getLogger(__name__)
-_BATCH = 256  # objects of one reserve and seal
-_BATCH_BYTES = 8 << 20
 _SHORT_S = 2.0  # longest wait for an answer that needs no I/O and no room
 _BACKOFF_S = (0.02, 0.5)  # first and longest pause between attempts to attach
 
@@ -97,9 +95,10 @@ class StoreClient:
 
     @property
     def held(self) -> int:
-        """Reservations not yet sealed, plus leases taken or renewed here and neither released here
-        nor expired since."""
-        return len(self._reserved) + len(self._leases)
+        """Objects whose seal is not acknowledged yet, plus leases taken or renewed here and neither
+        released here nor expired since."""
+        waiting = 0 if self._connection is None else self._connection.ahead.unanswered
+        return len(self._reserved) + waiting + len(self._leases)
 
     @property
     def lapsed(self) -> int:
@@ -119,7 +118,10 @@ class StoreClient:
         return self.connected
 
     async def close(self) -> None:
-        """End the connection for good; leases stay until released or expired. Idempotent."""
+        """End the connection for good, when the store has heard of everything that was put; leases
+        stay until released or expired. Idempotent."""
+        if self._connection is not None:
+            await self._connection.ahead.settled(_SHORT_S)
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.cancel()
@@ -297,6 +299,9 @@ class StoreClient:
         """Store objects; one answer an item, in order: where it is readable now, or None where it
         was dropped (no room, the store away).
 
+        Blocks put in a row go into slots that this client holds in advance: they are readable at
+        their places when this returns, and found by digest a moment later (decisions/0019).
+
         An item is the object's own digest and its payload, which must not change until this
         returns. An object that is there already is answered with its place; the first writer's
         bytes stay. With a lease the objects are leased for it, and a full arena is waited for up to
@@ -310,25 +315,14 @@ class StoreClient:
         tag = domain if isinstance(domain, bytes) else domain_tag(domain)
         before, block = parent or NO_DIGEST, first_block
         while len(places) < len(items):
-            batch = self._next_batch(kind, items, len(places))
+            connection = self._connection
+            region = None if connection is None else connection.arena.region(kind)
+            batch = next_batch(region, items, len(places))
             left_s = max(0.0, until_s - asyncio.get_running_loop().time())
             places += await self._put_batch(kind, batch, (before, block, tag, lease, left_s))
             if kind is Kind.KV:
                 before, block = batch[-1][0], block + len(batch)
         return tuple(places)
-
-    def _next_batch(
-        self, kind: Kind, items: Sequence[tuple[Digest, Buffer]], begin: int
-    ) -> Sequence[tuple[Digest, Buffer]]:
-        """As many items as are copied in one go: not so many that the loop stands still, nor that
-        a batch waits for room which its own first part has reserved."""
-        region = None if self._connection is None else self._connection.arena.region(kind)
-        most = min(_BATCH, max(1, region.slots // 4)) if region is not None else _BATCH
-        end, total = begin, 0
-        while end < len(items) and end - begin < most and total < _BATCH_BYTES:
-            total += memoryview(items[end][1]).nbytes
-            end += 1
-        return items[begin:end]
 
     async def _put_batch(
         self,

@@ -16,6 +16,7 @@ from headrace.core.ids import BootId
 from headrace.core.limits import WireLimits
 from headrace.core.link import Link, parse_address
 from headrace.core.messages import Place
+from headrace.kvstore.ahead import Stock
 from headrace.kvstore.arena import Arena, Region
 from headrace.kvstore.layout import checksum
 from headrace.kvstore.messages import (
@@ -45,9 +46,11 @@ class Connection:
 
     `arena` stays readable after the connection ended, for as long as somebody keeps it."""
 
-    def __init__(self, link: Link, boot: BootId, arena: Arena) -> None:
+    def __init__(self, link: Link, boot: BootId, arena: Arena, namespace: bytes) -> None:
         self.boot = boot
         self.arena = arena
+        self.namespace = namespace
+        self.ahead = Stock(self)  # slots that this client holds in advance
         self._link = link
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
@@ -89,10 +92,7 @@ class Connection:
         withdrawn."""
         if not self.open:
             raise StoreGone
-        call = next(self._numbers)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call] = future
-        self._link.post(make(call))
+        call, future = self._pose(make)
         try:
             async with asyncio.timeout(limit_s):
                 answer = await future
@@ -105,6 +105,22 @@ class Connection:
             self.abort()
             raise StoreGone
         return answer
+
+    def submit(self, make: Callable[[int], Any]) -> asyncio.Future[Any]:
+        """Send `make(call)`; its answer, or `StoreGone`, comes to the future, which nobody has to
+        await: whoever gets it reads its exception."""
+        call, future = self._pose(make)
+        if not self.open:
+            self._calls.pop(call, None)
+            future.set_exception(StoreGone())
+        return future
+
+    def _pose(self, make: Callable[[int], Any]) -> tuple[int, asyncio.Future[Any]]:
+        call = next(self._numbers)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        self._link.post(make(call))
+        return call, future
 
     def fill(self, offset: int, source: memoryview) -> int:
         """Copy a payload into a granted slot; the checksum of the source, so that a torn copy does
@@ -185,7 +201,8 @@ async def attach(
         # The thread gets a descriptor of its own: a cancelled caller closes the others here.
         arena = await asyncio.to_thread(_map, os.dup(descriptors[0]), attached.regions)
         reader, writer = await asyncio.open_unix_connection(sock=sock)
-        return Connection(Link(reader, writer, STORE_MESSAGES, token, limits), attached.boot, arena)
+        link = Link(reader, writer, STORE_MESSAGES, token, limits)
+        return Connection(link, attached.boot, arena, namespace)
     except BaseException as error:
         sock.close()
         if isinstance(error, ConnectionError | asyncio.CancelledError):

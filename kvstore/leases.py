@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
@@ -37,6 +38,9 @@ class LeaseBook:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def __contains__(self, owner: object) -> bool:
+        return owner in self._leases
+
     def owners(self) -> tuple[JobKey, ...]:
         return tuple(self._leases)
 
@@ -62,6 +66,20 @@ class LeaseBook:
         else:
             entry.leases = {owner}
         return True
+
+    def hold_all(self, owner: JobKey, entries: Sequence[Entry]) -> None:
+        """As `hold`, for new objects that nobody holds yet; no one of them needs settling."""
+        if owner in self._over:
+            self.late += len(entries)
+            return
+        lease = self._leases.get(owner)
+        if lease is None:
+            lease = self._leases[owner] = _Lease(0.0)
+        lease.expires_s = self._clock.now_s() + self._lease_s
+        lease.entries.update(entries)
+        self.held += len(entries)
+        for entry in entries:
+            entry.leases = {owner}
 
     def renew(self, owner: JobKey) -> bool:
         lease = self._leases.get(owner)

@@ -1,9 +1,9 @@
 """Messages between a client and the store of its host, on a unix socket.
 
     client -> store   Attach first; OpenPrefix, OpenWindow, OpenObjects, Reserve, Seal, Abandon,
-                      Cancel, Renew, Release, Doom, AskStat, Ping, Question
-    store  -> client  Attached (with the arena's descriptor), Opened, Found, Reserved, Sealed, Done,
-                      Stat, Answer
+                      Ahead, Commit, GiveBack, Cancel, Renew, Release, Doom, AskStat, Ping, Question
+    store  -> client  Attached (with the arena's descriptor), Opened, Found, Reserved, Sealed,
+                      Granted, Done, Stat, Answer
 
 `call` numbers the client's questions; an answer carries the same number. No payload is ever on the
 socket: the arena is shared memory. What comes once an object is packed into one bytes field, little
@@ -13,6 +13,7 @@ endian: a batch of 16 blocks is a dozen values for msgpack, not two hundred.
     sizes     u32 each
     grants    u64 reservation | u64 offset of the payload in the arena; reservation 0: none
     written   u64 reservation | u64 checksum, xxh3-64 of the writer's own bytes
+    slots     u64 grant | u64 offset of the slot in the arena | u32 its generation
     places    u64 offset | u32 payload bytes | u32 generation | u64 checksum; 0 bytes: no place
 """
 
@@ -27,12 +28,14 @@ from headrace.core.ids import DIGEST_BYTES, BootId, Digest, JobKey
 from headrace.core.messages import Place
 from headrace.core.wire import MessageTable
 from headrace.kvstore.arena import Region
+from headrace.kvstore.layout import ObjectFacts
 from headrace.kvstore.questions import Answer, Question
 from headrace.kvstore.settings import Kind, StoreStat
 
 MAX_OBJECTS = 1 << 16  # of one message: 8.4 million tokens
 _PLACE = struct.Struct("<QIIQ")
 _PAIR = struct.Struct("<QQ")
+_SLOT = struct.Struct("<QQI")
 _NO_PLACE = bytes(_PLACE.size)
 
 
@@ -67,6 +70,17 @@ def unpack_pairs(data: bytes) -> tuple[tuple[int, int], ...]:
     """Raises `WireError` for what is no whole number of pairs."""
     _refuse_part(data, _PAIR.size, "pairs")
     return tuple(_PAIR.iter_unpack(data))
+
+
+def pack_slots(slots: Iterable[tuple[int, int, int]]) -> bytes:
+    """Slots granted in advance: number, offset, generation."""
+    return b"".join([_SLOT.pack(*slot) for slot in slots])
+
+
+def unpack_slots(data: bytes) -> tuple[tuple[int, int, int], ...]:
+    """Raises `WireError` for what is no whole number of slots."""
+    _refuse_part(data, _SLOT.size, "slots")
+    return tuple(_SLOT.iter_unpack(data))
 
 
 def pack_sizes(sizes: Sequence[int]) -> bytes:
@@ -194,6 +208,48 @@ class Sealed:
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """The client puts block after block of this domain: it would like up to `count` slots more in
+    advance."""
+
+    call: int
+    domain: bytes
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """As many of them as it may have now, perhaps none. Nobody else gets them until it commits,
+    abandons them, or ends its connection."""
+
+    call: int
+    slots: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Blocks that follow each other, whose payloads and headers stand in slots granted in advance:
+    `written` has a grant and a checksum for each. Answered with Done, `good` if all were new."""
+
+    call: int
+    kind: Kind
+    digests: bytes
+    sizes: bytes
+    parent: Digest
+    first_block: int
+    domain: bytes
+    lease: JobKey | None
+    written: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Slots granted in advance that the client does not need. No answer."""
+
+    grants: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
     """Reservations that will not be sealed. No answer."""
 
@@ -252,6 +308,23 @@ class Stat:
     stat: StoreStat
 
 
+def facts_of(namespace: bytes, asked: Reserve | Commit) -> list[ObjectFacts]:
+    """What goes into the headers. Raises `WireError` for lengths and numbers that are none."""
+    digests, sizes = cut_digests(asked.digests), unpack_sizes(asked.sizes)
+    if len(asked.parent) != 32 or len(asked.domain) != 16 or len(digests) != len(sizes):
+        raise WireError("a digest has 32 bytes, a domain tag 16, and each object a size")
+    last = asked.first_block + len(digests)
+    if not 0 <= asked.first_block <= last < 1 << 32:
+        raise WireError(f"a block number has 32 bits, got {asked.first_block}")
+    kind, domain, parent, block = asked.kind, asked.domain, asked.parent, asked.first_block
+    out = []
+    for digest, size in zip(digests, sizes, strict=True):
+        out.append(ObjectFacts(kind, namespace, digest, parent, block, domain, size))
+        if kind is Kind.KV:
+            parent, block = digest, block + 1
+    return out
+
+
 STORE_MESSAGES = MessageTable(
     {
         1: Attach,
@@ -276,5 +349,9 @@ STORE_MESSAGES = MessageTable(
         20: Found,
         21: Question,
         22: Answer,
+        23: Ahead,
+        24: Granted,
+        25: Commit,
+        26: GiveBack,
     }
 )

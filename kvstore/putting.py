@@ -1,11 +1,14 @@
-"""One batch of a put: room, copies into the arena, seal. Two questions however many objects."""
+"""One batch of a put: room, copies into the arena, seal. Two questions however many objects, and
+none for blocks for which there is room in advance."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from headrace.core.ids import DIGEST_BYTES, Digest, JobKey
 from headrace.core.messages import Place
+from headrace.kvstore.arena import Region
 from headrace.kvstore.connection import Connection, StoreGone
 from headrace.kvstore.layout import Buffer
 from headrace.kvstore.messages import (
@@ -19,7 +22,22 @@ from headrace.kvstore.messages import (
 )
 from headrace.kvstore.settings import Kind
 
+_BATCH = 256  # objects of one reserve and seal
+_BATCH_BYTES = 8 << 20
 ANSWER_S = 10.0  # longest wait for an answer that may need I/O
+
+
+def next_batch(
+    region: Region | None, items: Sequence[tuple[Digest, Buffer]], begin: int
+) -> Sequence[tuple[Digest, Buffer]]:
+    """As many items as are copied in one go: not so many that the loop stands still, nor that a
+    batch waits for room which its own first part has reserved."""
+    most = min(_BATCH, max(1, region.slots // 4)) if region is not None else _BATCH
+    end, total = begin, 0
+    while end < len(items) and end - begin < most and total < _BATCH_BYTES:
+        total += memoryview(items[end][1]).nbytes
+        end += 1
+    return items[begin:end]
 
 
 async def put_batch(
@@ -40,6 +58,13 @@ async def put_batch(
     nothing: tuple[Place | None, ...] = (None,) * len(batch)
     sources = [memoryview(payload).cast("B") for _, payload in batch]
     digests = joined([digest for digest, _ in batch])
+    ahead, region = connection.ahead, connection.arena.region(kind)
+    fits = region is not None and all(0 < len(s) <= region.payload_bytes for s in sources)
+    if fits and await ahead.ready(kind, domain, len(batch)):
+        items = [(digest, source) for (digest, _), source in zip(batch, sources, strict=True)]
+        told = ahead.put(items, parent, first_block, digests, lease)
+        await asyncio.sleep(0)  # the commit goes out, answers come in, others get their turn
+        return told
     sizes = pack_sizes([min(source.nbytes, 0xFFFF_FFFF) for source in sources])
     unsealed: set[int] = set()
     try:
@@ -54,6 +79,7 @@ async def put_batch(
         unsealed = {number for number, _ in grants if number}
         reserved |= unsealed
         places = list(connection.places(answer.places)) or list(nothing)
+        ahead.answered(known=bool(answer.places))
         if len(grants) != len(batch) or len(places) != len(batch):
             connection.abort()
             return nothing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
@@ -96,17 +96,25 @@ class Residents:
 
     def enter(self, entry: Entry, slot: int) -> None:
         """A reserved slot holds this object's payload now; its header makes it readable."""
-        kind = entry.facts.kind
-        pool, region, order = self.pools[kind], self.regions[kind], self.orders[kind]
-        pool.fill(slot)
-        self.payload_bytes += entry.facts.payload_bytes
-        entry.slot, entry.generation = slot, pool.generation(slot)
-        group = self.group(entry.facts.domain)
-        entry.proven = entry.proven or order.left_lately(entry.departure)
-        order.enter(entry, group, proven=entry.proven)
+        self.enter_written((entry,), (slot,))
         at = (ARENA_SEGMENT, slot, entry.generation)
         header = pack_slot_header(entry.facts, entry.checksum, *at, entry.written_at_s)
-        self.arena.header(region, slot)[:] = header
+        self.arena.header(self.regions[entry.facts.kind], slot)[:] = header
+
+    def enter_written(self, entries: Sequence[Entry], slots: Sequence[int]) -> None:
+        """As `enter`, for objects of one kind and domain whose headers their writer has written."""
+        facts = entries[0].facts
+        pool, order, group = (
+            self.pools[facts.kind],
+            self.orders[facts.kind],
+            self.group(facts.domain),
+        )
+        pool.fill(len(slots))
+        for entry, slot in zip(entries, slots, strict=True):
+            self.payload_bytes += entry.facts.payload_bytes
+            entry.slot, entry.generation = slot, pool.generation(slot)
+            entry.proven = entry.proven or order.left_lately(entry.departure)
+            order.enter(entry, group, proven=entry.proven)
 
     def leave(self, entry: Entry) -> None:
         """The object's slot is free again; readers of it miss from here on."""

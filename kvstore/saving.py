@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from headrace.kvstore.layout import ObjectFacts
 from headrace.kvstore.objects import Entry, Saving
@@ -40,6 +41,11 @@ class SaveQueue:
             self._queue.appendleft(entry)
         else:
             self._queue.append(entry)
+
+    def extend(self, entries: Sequence[Entry]) -> None:
+        """As `add` behind all others, for new objects that are `WAITING` already."""
+        self._queue.extend(entries)
+        self.waiting_bytes += sum([entry.facts.payload_bytes for entry in entries])
 
     def take(self, limit_bytes: int) -> list[Entry]:
         """The first of them, at least one and about `limit_bytes`; they are `WRITING` now."""

@@ -12,16 +12,21 @@ from typing import Any
 from headrace.core.errors import WireError
 from headrace.core.frames import FrameCodec
 from headrace.core.link import Link
+from headrace.kvstore.commits import commit_blocks
 from headrace.kvstore.messages import (
     STORE_MESSAGES,
     Abandon,
+    Ahead,
     AskStat,
     Attach,
     Attached,
     Cancel,
+    Commit,
     Done,
     Doom,
     Found,
+    GiveBack,
+    Granted,
     Opened,
     OpenObjects,
     OpenPrefix,
@@ -35,12 +40,14 @@ from headrace.kvstore.messages import (
     Sealed,
     Stat,
     cut_digests,
+    facts_of,
     pack_pairs,
     pack_places,
+    pack_slots,
     unpack_pairs,
 )
 from headrace.kvstore.questions import Question
-from headrace.kvstore.store import Promises, Store, facts_of
+from headrace.kvstore.store import Promises, Store
 
 log = logging.getLogger(__name__)
 _ATTACH_S = 5.0
@@ -107,6 +114,7 @@ class Session:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             freed = state.reserving.close_connection(self._number)
+            state.granted.close_connection(self._number)
             if freed:
                 log.info("%s left %d reservations", attach.name or "a client", freed)
 
@@ -117,6 +125,13 @@ class Session:
                 self._reserve(message)
             case Seal():
                 self._seal(message)
+            case Commit():
+                self._commit(message)
+            case Ahead():
+                slots = store.grant(self._number, message.domain, message.count)
+                self._link.post(Granted(message.call, pack_slots(slots)))
+            case GiveBack():
+                state.granted.give_back(self._number, message.grants)
             case OpenPrefix():
                 self._open_prefix(message)
             case OpenWindow() | OpenObjects():
@@ -199,6 +214,12 @@ class Session:
             self._link.post(Sealed(message.call, pack_places(brought)))
 
         self._start(message.call, wait())
+
+    def _commit(self, message: Commit) -> None:
+        facts = facts_of(self._namespace, message)
+        written = unpack_pairs(message.written)
+        new = commit_blocks(self._store.state, self._number, facts, written, message.lease)
+        self._link.post(Done(message.call, new))
 
     def _open_prefix(self, message: OpenPrefix) -> None:
         digests = cut_digests(message.digests)

@@ -85,6 +85,7 @@ class StoreSettings(StorePolicy):
             ("metrics_port", 0),
             ("recompute_window_tokens", 1),
             ("absent_keys", 0),
+            ("ahead_slots", 0),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -98,6 +99,7 @@ class StoreSettings(StorePolicy):
             ("claim_s", 0.1, 3600.0),
             ("drain_s", 0.0, 600.0),
             ("metrics_port", 0, 65535),
+            ("ahead_slots", 0, 65536),
             ("peer_least_s", 0.001, 60.0),
             ("recompute_tokens_per_s", 1.0, 1e9),
             ("absent_s", 0.0, 60.0),
@@ -142,7 +144,7 @@ class StoreStat:
     arena_slots: int
     arena_free: int
     arena_reserved: int
-    arena_resident: int
+    arena_resident: int  # second copies that were promised for a lease included
     arena_bytes: int  # payload bytes resident in the arena
     ssd_objects: int
     ssd_bytes: int  # payload bytes that are durable
@@ -152,6 +154,7 @@ class StoreStat:
     leases: int
     leased_objects: int
     reservations: int
+    granted: int  # arena slots that clients hold in advance, among the reserved
     connections: int
     hits: int
     misses: int

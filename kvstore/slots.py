@@ -35,10 +35,10 @@ class SlotPool:
         self.reserved += 1
         return slot
 
-    def fill(self, slot: int) -> None:
-        """A reserved slot holds its object now."""
-        self.reserved -= 1
-        self.resident += 1
+    def fill(self, count: int) -> None:
+        """So many reserved slots hold their objects now."""
+        self.reserved -= count
+        self.resident += count
 
     def give_reserved(self, slot: int) -> None:
         self.reserved -= 1

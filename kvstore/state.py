@@ -7,7 +7,6 @@ and tells the outcome afterwards.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from headrace.core.clock import Clock
@@ -15,16 +14,18 @@ from headrace.core.ids import BootId, Digest, JobKey
 from headrace.core.messages import Place
 from headrace.core.states import VISIBILITY_TABLE, Visibility, VisibilityEvent
 from headrace.kvstore.arena import Arena, Reading
+from headrace.kvstore.books import check_books
 from headrace.kvstore.counters import Counters, Eviction
 from headrace.kvstore.disks import DiskBook
 from headrace.kvstore.eviction import RecyclePlan
+from headrace.kvstore.grants import GrantBook
 from headrace.kvstore.kin import Kin
 from headrace.kvstore.layout import ObjectFacts, SlotHeader
 from headrace.kvstore.leases import LeaseBook
-from headrace.kvstore.objects import PENDING, DiskPlace, Entry, Reservation, Saving, object_key
+from headrace.kvstore.objects import DiskPlace, Entry, Reservation, Saving, object_key
 from headrace.kvstore.policy import StorePolicy
 from headrace.kvstore.reservations import ReservationBook
-from headrace.kvstore.residents import Residents, StoreDamaged
+from headrace.kvstore.residents import Residents
 from headrace.kvstore.saving import SaveQueue, first_saving
 from headrace.kvstore.settings import Kind
 
@@ -60,6 +61,7 @@ class StoreState:
         self.on_dirty: Callable[[], None] = lambda: None
         self.on_dirty_tier: Callable[[], None] = lambda: None
         self.reserving = ReservationBook(self.residents, clock, reserve_s)
+        self.granted = GrantBook(self.residents, clock, reserve_s, self._policy.ahead_slots)
         self.unsaved = SaveQueue()
         self.pending: set[Entry] = set()  # wait for their sync: a kill loses these
         self.by_kind = dict.fromkeys(Kind, 0)
@@ -143,10 +145,16 @@ class StoreState:
 
     def enter_new(self, entry: Entry, slot: int) -> None:
         """An object that was not known lies in this reserved slot."""
-        self._know(entry)
+        self.know(entry)
         self.residents.enter(entry, slot)
         if entry.kind is not Kind.STATE:
             self._mark(entry)
+
+    def returned(self, entry: Entry, slot: int) -> None:
+        """A known object that was on disk alone lies in this granted slot now, which its second
+        writer filled. The caller settles it."""
+        self.residents.enter_written((entry,), (slot,))
+        self._mark(entry, soon=False)
 
     # leases ----------------------------------------------------------------------------------
 
@@ -159,12 +167,16 @@ class StoreState:
 
     def release(self, owner: JobKey, kind: Kind | None) -> None:
         self._let_go(self.leases.release(owner, kind))
+        if self.granted.twins and kind in (None, Kind.KV):
+            self.granted.free_twins(lambda held: held != owner)
 
     def expire(self) -> None:
         """End what has had its time: leases, reservations, idle windows and pictures in the arena.
         Called several times a second."""
         self._let_go(self.leases.expire())
         self.reserving.expire()
+        self.granted.expire()
+        self.granted.free_twins(self.leases.__contains__)
         now_s = self.clock.now_s()
         idle_s = {Kind.SWA: self._policy.window_ttl_s, Kind.MM: self._policy.picture_ttl_s}
         for kind, ttl_s in idle_s.items():
@@ -269,7 +281,7 @@ class StoreState:
         entry = Entry(
             key, facts, header.checksum, header.written_at_s, Visibility.DURABLE, Saving.SAVED
         )
-        self._know(entry)
+        self.know(entry)
         self.disks.put(entry, disk)
         self._mark(entry)
 
@@ -352,23 +364,8 @@ class StoreState:
     # books -----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Count everything anew. Raises `StoreDamaged` naming what does not add up."""
-        self.residents.check(self.objects.values())
-        reserved = sum(pool.reserved for pool in self.residents.pools.values())
-        if reserved < len(self.reserving):  # loads reserve too
-            raise StoreDamaged(f"{len(self.reserving)} reservations in {reserved} slots")
-        held = {e for owner in self.leases.owners() for e in self.leases.entries(owner)}
-        if held != {e for e in self.objects.values() if e.leases}:
-            raise StoreDamaged("leases and leased objects differ")
-        if self.leases.held != len(held):
-            raise StoreDamaged(f"{self.leases.held} leased objects counted, {len(held)} found")
-        kinds = Counter(entry.kind for entry in self.objects.values())
-        if kinds != +Counter(self.by_kind):
-            raise StoreDamaged(f"objects by kind: {self.by_kind} counted, {kinds} found")
-        if self.pending != {e for e in self.objects.values() if e.saving in PENDING}:
-            raise StoreDamaged("objects that wait to be saved and those counted differ")
-        if any(e.pins < 0 for e in self.objects.values()):
-            raise StoreDamaged("an object was unpinned twice")
+        """As `check_books`."""
+        check_books(self)
 
     def _evicted(self, entry: Entry) -> None:
         self._left(entry, Eviction.ROOM)
@@ -382,7 +379,8 @@ class StoreState:
         else:
             self._mark(entry, soon=False)
 
-    def _know(self, entry: Entry) -> None:
+    def know(self, entry: Entry) -> None:
+        """An object of a new key; the caller says where it lies."""
         self.objects[entry.key] = entry
         self.by_kind[entry.kind] += 1
         self.kin.add(entry)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeAlias
 
 from headrace.core import faults
-from headrace.core.errors import ConfigError, WireError
+from headrace.core.errors import ConfigError
 from headrace.core.ids import Digest, JobKey
 from headrace.core.messages import Place
 from headrace.kvstore.answers import Answers
@@ -20,7 +20,7 @@ from headrace.kvstore.graves import Graves
 from headrace.kvstore.importing import ImportDesk
 from headrace.kvstore.layout import ObjectFacts
 from headrace.kvstore.loads import Loader
-from headrace.kvstore.messages import Reserve, cut_digests, unpack_sizes
+from headrace.kvstore.messages import Reserve
 from headrace.kvstore.metrics import Snapshot, StoreMetrics
 from headrace.kvstore.objects import Entry, Reservation
 from headrace.kvstore.peers import Peers
@@ -287,6 +287,15 @@ class Store:
             self.state.count.dropped += 1
         return reservation
 
+    def grant(self, connection: int, domain: bytes, count: int) -> list[tuple[int, int, int]]:
+        """Slots for blocks of a domain in advance: number, offset and generation of each."""
+        if self._queues[Kind.KV].locked():  # somebody waits for room
+            return []
+        residents = self.state.residents
+        region, pool = residents.regions[Kind.KV], residents.pools[Kind.KV]
+        made = self.state.granted.make(connection, domain, count)
+        return [(g.number, region.offset(g.slot), pool.generation(g.slot)) for g in made]
+
     def seal_all(
         self, connection: int, written: Sequence[tuple[int, int]]
     ) -> tuple[tuple[Place | None, ...], dict[int, Entry]]:
@@ -352,8 +361,8 @@ class Store:
             states=state.by_kind[Kind.STATE],
             arena_slots=sum(pool.total for pool in pools),
             arena_free=sum(pool.free for pool in pools),
-            arena_reserved=sum(pool.reserved for pool in pools),
-            arena_resident=sum(pool.resident for pool in pools),
+            arena_reserved=sum(pool.reserved for pool in pools) - state.granted.twins,
+            arena_resident=sum(pool.resident for pool in pools) + state.granted.twins,
             arena_bytes=state.residents.payload_bytes,
             ssd_objects=state.disks.objects,
             ssd_bytes=state.disks.payload_bytes,
@@ -363,6 +372,7 @@ class Store:
             leases=len(state.leases),
             leased_objects=state.leases.held,
             reservations=len(state.reserving),
+            granted=len(state.granted),
             connections=self.connections,
             hits=count.hits,
             misses=count.misses,
@@ -383,20 +393,3 @@ class Store:
             peer_failed=self.peers.count.failed if self.peers else 0,
             peer_sent=self.door.sent if self.door else 0,
         )
-
-
-def facts_of(namespace: bytes, asked: Reserve) -> list[ObjectFacts]:
-    """What goes into the headers. Raises `WireError` for lengths and numbers that are none."""
-    digests, sizes = cut_digests(asked.digests), unpack_sizes(asked.sizes)
-    if len(asked.parent) != 32 or len(asked.domain) != 16 or len(digests) != len(sizes):
-        raise WireError("a digest has 32 bytes, a domain tag 16, and each object a size")
-    last = asked.first_block + len(digests)
-    if not 0 <= asked.first_block <= last < 1 << 32:
-        raise WireError(f"a block number has 32 bits, got {asked.first_block}")
-    kind, domain, parent, block = asked.kind, asked.domain, asked.parent, asked.first_block
-    out = []
-    for digest, size in zip(digests, sizes, strict=True):
-        out.append(ObjectFacts(kind, namespace, digest, parent, block, domain, size))
-        if kind is Kind.KV:
-            parent, block = digest, block + 1
-    return out

@@ -1,7 +1,7 @@
 """One client process of a history: random things to a store, and what it got, written down.
 
 Each line of its log begins with a word: got (kind, number, hash of the bytes), miss, put, gave_up,
-left, scribbled."""
+left, scribbled, ahead (a put that left slots in advance)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from headrace.core.chain import window_digest
 from headrace.core.ids import Digest, JobKey, RequestId
 from headrace.core.limits import WireLimits
-from headrace.kvstore import Kind, StoreClient
+from headrace.kvstore import Kind, StoreClient, ahead
 from headrace.kvstore.connection import attach
 
 TOKEN = "a cluster token of tests"
@@ -116,6 +116,9 @@ class Worker:
             return
         places = await work
         self.say("put", kind.value, sum(place is not None for place in places))
+        connection = self.client._connection
+        if connection is not None and len(connection.ahead):
+            self.say("ahead")
         if lease is not None and self.draw.random() < 0.8:
             await self.client.release(lease)
 
@@ -153,4 +156,6 @@ class Worker:
 
 
 if __name__ == "__main__":
+    if random.Random(json.loads(sys.argv[1])["seed"] + "ahead").random() < 0.5:
+        ahead.IN_A_ROW = 0  # takes slots in advance from its second put on
     asyncio.run(Worker(json.loads(sys.argv[1])).run())

@@ -9,9 +9,11 @@ import pytest
 
 from headrace.core.clock import FakeClock
 from headrace.core.ids import BootId, Digest, JobKey, RequestId
+from headrace.core.messages import Place
 from headrace.kvstore.arena import Reading, Region, create_arena
-from headrace.kvstore.layout import NO_DIGEST, ObjectFacts, checksum
+from headrace.kvstore.layout import NO_DIGEST, ObjectFacts, checksum, pack_slot_header
 from headrace.kvstore.objects import DiskPlace
+from headrace.kvstore.records import ARENA_SEGMENT
 from headrace.kvstore.settings import Kind
 from headrace.kvstore.state import StoreState
 
@@ -60,6 +62,22 @@ class World:
     def write(self, reservation) -> None:
         found = self.arena.locate(self.state.offset(reservation))
         self.arena.payload(*found, SIZE)[:] = content(reservation.facts.block)
+
+    def write_granted(self, granted, number: int) -> Place:
+        """Payload and header, as a client writes them; the place that it tells others."""
+        region = self.state.residents.regions[Kind.KV]
+        generation = self.state.residents.pools[Kind.KV].generation(granted.slot)
+        total = checksum(content(number))
+        self.arena.payload(region, granted.slot, SIZE)[:] = content(number)
+        self.arena.header(region, granted.slot)[:] = pack_slot_header(
+            facts(number), total, ARENA_SEGMENT, granted.slot, generation, 1
+        )
+        return Place(BootId("b"), region.offset(granted.slot), SIZE, generation, total)
+
+    def reads_at(self, place: Place, number: int) -> bytes | None:
+        dest = bytearray(SIZE)
+        found = self.arena.read(place, NS, digest(number), dest)
+        return bytes(dest) if found is Reading.GOOD else None
 
     def put(
         self,
