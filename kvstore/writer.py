@@ -2,8 +2,9 @@
 
     claim -> slot write (payload, then header) -> group sync -> index publish
 
-A group is closed after `group_bytes` or `group_s`. Whatever fails costs the objects concerned their
-persistence and nothing else: they stay in the arena until somebody needs the room.
+A group is closed after `group_bytes` or `group_s`, and the next one is written while it is synced.
+Whatever fails costs the objects concerned their persistence and nothing else: they stay in the
+arena until somebody needs the room.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from headrace.core import faults
 from headrace.core.errors import HeadraceError
@@ -34,9 +34,11 @@ from headrace.kvstore.state import StoreState
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _BATCH_BYTES = 8 << 20  # claimed and written in one go
-_JOB_BYTES = 2 << 20  # of one write; several are under way
+_JOB_BYTES = 4 << 20  # of one write; several are under way
 _BATCHES = 2  # written at a time
 _GATHER_S = 0.005
+_QUIET_S = 0.02  # nothing new for so long closes a group early,
+_QUIET_BYTES = 8 << 20  # if it has so much: a sync is not for single blocks
 _SLICE = 32  # of a group's objects noted as saved in one go: about 0.1 ms
 
 
@@ -46,10 +48,21 @@ class _Outcome(StrEnum):
     DAMAGED = "damaged"  # in the arena, before anything was written
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
+class _Write(NamedTuple):
     entry: Entry
     place: DiskPlace
+
+
+class _Group(NamedTuple):
+    """Written slots that are to be synced together."""
+
+    writes: list[_Write]
+    moved: list[Moved]  # kept from segments that were reused
+
+    @property
+    def segments(self) -> set[int]:
+        written = {write.place.segment for write in self.writes}
+        return written | {one.place.segment for one in self.moved}
 
 
 class Writer:
@@ -71,8 +84,11 @@ class Writer:
         self._threads = threads
         self._wake = asyncio.Event()
         self._stopping = False
-        self._group: list[_Write] = []  # written, not yet synced
-        self._moved: list[Moved] = []  # the same, kept from segments that were reused
+        self._group = _Group([], [])  # written, not yet synced
+        self._syncing: asyncio.Task[None] | None = None  # the group before it
+        self._closed = _Group([], [])  # what that task syncs
+        self._failed_syncs = 0
+        self._was_full = False  # the group before, of which something may still be written
         self._writing: set[asyncio.Task[None]] = set()  # batches on their way into the group
         self._listing: asyncio.Task[None] | None = None  # the last group's records
         self._disk = Breaker(state.clock, failures=3, rest_s=5.0)
@@ -90,11 +106,13 @@ class Writer:
                 await self._erase()
                 taken = await self._collect()
                 await self._commit()
-                if self._stopping and not taken and not self._state.disks.to_erase:
-                    await self._listed()
-                    return
+                if self._stopping and not taken:
+                    await self._synced()
+                    if not self._state.disks.to_erase:
+                        await self._listed()
+                        return
         finally:
-            for task in (*self._writing, self._listing):
+            for task in (*self._writing, self._syncing, self._listing):
                 if task is not None:
                     task.cancel()
 
@@ -104,10 +122,11 @@ class Writer:
 
     async def _collect(self) -> int:
         """Write objects as they are sealed, until the group is large or old enough; how many
-        objects were taken up."""
+        objects were taken up. What a full group is still writing belongs to the next one."""
         loop = asyncio.get_running_loop()
         closes_s = loop.time() + self._settings.group_s
         taken = total = 0
+        follows, self._was_full = self._was_full, False
         while total < self._settings.group_bytes:
             await self._gather()
             batch = self._state.take_unsaved(_BATCH_BYTES)
@@ -117,16 +136,19 @@ class Writer:
                 total += sum(entry.facts.payload_bytes for entry in batch)
                 continue
             left_s = closes_s - loop.time()
-            if left_s <= 0 or self._stopping or not (self._group or self._writing):
+            if left_s <= 0 or self._stopping or not (self._group.writes or self._writing):
                 break
+            quiet_s = _QUIET_S if follows or total >= _QUIET_BYTES else left_s
             try:
-                async with asyncio.timeout(left_s):
+                async with asyncio.timeout(min(left_s, quiet_s)):
                     await self._wake.wait()
             except TimeoutError:
                 break
             self._wake.clear()
         else:
             self._wake.set()  # a full group leaves objects waiting that nobody tells of again
+            self._was_full = True
+            return taken
         await self._written()
         return taken
 
@@ -176,12 +198,13 @@ class Writer:
             task.result()
 
     async def _write_out(self, writes: Sequence[_Write]) -> None:
+        failed_syncs = self._failed_syncs
         jobs = _jobs(writes)
         done = await asyncio.gather(*map(self._outcomes, jobs))
         failed = False
         for write, outcome in zip(writes, chain.from_iterable(done), strict=True):
-            if outcome is _Outcome.WRITTEN:
-                self._group.append(write)
+            if outcome is _Outcome.WRITTEN and self._failed_syncs == failed_syncs:
+                self._group.writes.append(write)
                 continue
             self._state.not_saved(write.entry, write.place)
             if outcome is _Outcome.FAILED:
@@ -229,8 +252,9 @@ class Writer:
         """The first free slot of the oldest segment that may be reused, in its next life."""
         for segment in self._files.candidates(kind):
             if segment.number in self._unsynced():
-                await self._commit()  # what it holds is not known to the state before that
-            used = segment.header.kind is not None
+                await self._commit()
+                await self._synced()  # what it holds is not known to the state before that
+            used, failed_syncs = segment.header.kind is not None, self._failed_syncs
             try:
                 reused = await reuse(
                     self._state,
@@ -247,7 +271,10 @@ class Writer:
             if reused is None:
                 continue
             self.recycled += used
-            self._moved += reused.moved
+            if failed_syncs == self._failed_syncs:
+                self._group.moved.extend(reused.moved)
+            else:
+                self._state.disks.to_erase += [one.place for one in reused.moved]
             place = self._files.next_place(kind)
             if place is not None:
                 return place
@@ -255,17 +282,26 @@ class Writer:
 
     def _unsynced(self) -> set[int]:
         """Segments that hold written slots which the state does not know yet."""
-        return {write.place.segment for write in self._group} | {
-            moved.place.segment for moved in self._moved
-        }
+        return self._group.segments | self._closed.segments
 
     async def _commit(self) -> None:
-        """Sync the group, tell the state, publish."""
-        numbers = self._unsynced()
-        group, self._group = self._group, []
-        moved, self._moved = self._moved, []
-        if not numbers:
-            return
+        """Close the group and begin to sync it; the one before is finished then."""
+        await self._synced()
+        group, self._group = self._group, _Group([], [])
+        if group.segments:
+            self._closed = group
+            self._syncing = asyncio.create_task(self._sync(group), name="store-sync")
+            self._syncing.add_done_callback(lambda done: self._wake.set())
+
+    async def _synced(self) -> None:
+        """No group is being synced any more. Raises what ended that."""
+        if self._syncing is not None:
+            await self._syncing
+            self._syncing = None
+
+    async def _sync(self, group: _Group) -> None:
+        """Sync a group, tell the state, publish."""
+        numbers = group.segments
 
         def sync() -> None:
             faults.hit("store.before_sync")
@@ -275,24 +311,31 @@ class Writer:
             with self._state.count.sync_s.time():
                 await self._in_thread(sync)
         except (OSError, HeadraceError) as error:
-            # After a failed sync the kernel may have dropped the dirty data: nothing of this group
-            # may be believed to be on disk.
-            self._failed()
-            log.warning("a group of %d objects was not synced: %s", len(group), error)
-            for write in group:
-                self._state.not_saved(write.entry, write.place)
-            self._state.disks.to_erase += [one.place for one in moved]
+            self._disbelieve(group, error)
             return
         self._disk.success()
-        for number, write in enumerate(group):
+        for number, write in enumerate(group.writes):
             self._state.saved(write.entry, write.place)
             if number % _SLICE == _SLICE - 1:
                 await asyncio.sleep(0)  # who waits for an answer goes first
-        for one in moved:
+        for one in group.moved:
             self._state.moved(one.header, one.place)
+        self._closed = _Group([], [])
         await self._listed()
-        keys = [write.entry.key for write in group] + [one.key for one in moved]
+        keys = [write.entry.key for write in group.writes] + [one.key for one in group.moved]
         self._listing = asyncio.create_task(self._list(keys), name="store-listing")
+
+    def _disbelieve(self, group: _Group, error: Exception) -> None:
+        """After a failed sync the kernel may have dropped dirty data: nothing may be believed to be
+        on disk that was written before, of this group or of the next, and nothing of what is being
+        written."""
+        self._failed()
+        self._failed_syncs += 1
+        log.warning("a group of %d objects was not synced: %s", len(group.writes), error)
+        doubted, self._group, self._closed = self._group, _Group([], []), _Group([], [])
+        for write in (*group.writes, *doubted.writes):
+            self._state.not_saved(write.entry, write.place)
+        self._state.disks.to_erase += [one.place for one in (*group.moved, *doubted.moved)]
 
     async def _list(self, keys: Sequence[bytes]) -> None:
         try:
