@@ -21,6 +21,7 @@ from headrace.kvstore.objects import Entry
 from headrace.kvstore.records import (
     ARENA_SEGMENT,
     BEAT,
+    CLAIM,
     FORGET,
     KIND_CODES,
     RECORD,
@@ -44,6 +45,9 @@ _BATCH = 256
 _SLICE = 32  # records made in one go: about 0.1 ms
 _GATHER_S = 0.005  # a call costs as much as thirty records
 _LATER_S = 0.05  # what the index tells of already, but for the tier, is gathered for so long
+_FLOW_S = 0.25  # while much waits for its sync, which changes its record again
+_FLOW_OBJECTS = 256  # that is much
+_FLOW_KEYS = 4096  # written in one turn then
 _NUMBER_TRIES = 64
 _SAY_BEATS = 8  # every so many a store notes that its number is in use
 
@@ -62,17 +66,6 @@ for i, key in ipairs(KEYS) do
   if kept == '' then redis.call('DEL', key) else redis.call('SET', key, kept) end
 end
 return #KEYS
-"""
-
-# Claim objects: KEYS claims, ARGV: uid, PX. 1 for each that is ours: now, by an earlier claim,
-# perhaps of an earlier life, or because the key is of another type.
-_CLAIM = """
-local ours = {}
-for i, key in ipairs(KEYS) do
-  local value = redis.pcall('SET', key, ARGV[1], 'NX', 'GET', 'PX', ARGV[2])
-  ours[i] = (type(value) ~= 'string' or value == ARGV[1]) and 1 or 0
-end
-return ours
 """
 
 
@@ -174,9 +167,9 @@ class Publisher:
                 next_beat_s = loop.time() + self._times.member_beat_s
                 await self._renew()
             if self._number is not None and self._state.dirty:
-                if len(self._state.dirty) <= _BATCH:
+                if len(self._state.dirty) <= _FLOW_KEYS:
                     self._wake.clear()
-                await self.publish_changed(tuple(islice(self._state.dirty, _BATCH)))
+                await self.publish_changed(tuple(islice(self._state.dirty, _FLOW_KEYS)))
             elif self._number is not None and self._relist:
                 await self._relist_some()
             elif self._number is not None and self._sweep_due:
@@ -196,8 +189,10 @@ class Publisher:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, left_s)):
                     await self._wake.wait()
-        few = len(self._state.dirty) < _BATCH and not self._relist
-        await asyncio.sleep(min(max(0.0, left_s), _GATHER_S) if few else 0)
+        gather_s = _GATHER_S if len(self._state.dirty) < _BATCH and not self._relist else 0.0
+        if len(self._state.pending) > _FLOW_OBJECTS and not self._relist:
+            gather_s = _FLOW_S  # most are listed once then, by the writer, not twice
+        await asyncio.sleep(min(max(0.0, left_s), gather_s))
 
     async def publish(self, keys: Sequence[bytes]) -> bool:
         """Bring the records of these objects up to date. False leaves the rest dirty for later."""
@@ -254,7 +249,7 @@ class Publisher:
             batch = asked[begin : begin + _BATCH]
             keys = [claim_key(e.kind, e.facts.namespace, e.facts.digest) for e in batch]
             try:
-                answer = await self._link.script_each(_CLAIM, keys, [self._uid, life_ms])
+                answer = await self._link.script_each(CLAIM, keys, [self._uid, life_ms])
             except RedisAway:
                 return frozenset((*mine, *asked[begin:]))  # claims only save work, so go on
             mine += [entry for entry, won in zip(batch, answer, strict=True) if won]

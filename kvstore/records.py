@@ -68,6 +68,18 @@ return took
 """
 
 
+# Claim objects: KEYS claims, ARGV: uid, PX. 1 for each that is ours: now, by an earlier claim,
+# perhaps of an earlier life, or because the key is of another type.
+CLAIM = """
+local ours = {}
+for i, key in ipairs(KEYS) do
+  local value = redis.pcall('SET', key, ARGV[1], 'NX', 'GET', 'PX', ARGV[2])
+  ours[i] = (type(value) ~= 'string' or value == ARGV[1]) and 1 or 0
+end
+return ours
+"""
+
+
 # Claim or renew a store number: KEYS[1] its key, ARGV: uid, live record, PX. Returns the record
 # that stood there ('' when none), or nil when another store has the number.
 BEAT = """

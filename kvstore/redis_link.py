@@ -81,18 +81,7 @@ class RedisLink:
             return await self.get_many(_unpacked(keys), deadline_s)
 
         async def ask(client: Client) -> list[bytes | None]:
-            # The library takes longer to pack a thousand keys than Redis to answer them.
-            connection = await client.connection_pool.get_connection()
-            try:
-                await connection.send_packed_command(
-                    [b"*%d\r\n$4\r\nMGET\r\n" % (count + 1) + keys]
-                )
-                answer = await connection.read_response()
-            except BaseException:
-                await connection.disconnect(nowait=True)  # half an answer may be on its way
-                raise
-            finally:
-                await client.connection_pool.release(connection)
+            answer = await _asked(client, b"*%d\r\n$4\r\nMGET\r\n" % (count + 1) + keys)
             if not isinstance(answer, list) or len(answer) != count:
                 raise ResponseError("MGET did not answer with a value a key")
             return answer
@@ -135,7 +124,10 @@ class RedisLink:
 
         async def run(client: Client) -> list[Any]:
             if not self._servers.cluster:
-                answer = await client.eval(lua, len(keys), *keys, *shared, *each)
+                words = (lua.encode(), b"%d" % len(keys), *keys, *map(_word, shared), *each)
+                packed = b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+                head = b"*%d\r\n$4\r\nEVAL\r\n" % (len(words) + 1)
+                answer = await _asked(client, head + packed)
                 return answer if isinstance(answer, list) else []
             groups: dict[int, list[int]] = {}
             for index, key in enumerate(keys):
@@ -219,6 +211,24 @@ class RedisLink:
     async def close(self) -> None:
         """Drop all connections. Idempotent."""
         await self._servers.close()
+
+
+async def _asked(client: Client, packed: bytes) -> Any:
+    """The answer to a packed command. The library takes longer to pack a thousand keys than Redis
+    to answer them."""
+    connection = await client.connection_pool.get_connection()
+    try:
+        await connection.send_packed_command([packed])
+        return await connection.read_response()
+    except BaseException:
+        await connection.disconnect(nowait=True)  # half an answer may be on its way
+        raise
+    finally:
+        await client.connection_pool.release(connection)
+
+
+def _word(value: bytes | int) -> bytes:
+    return value if isinstance(value, bytes) else b"%d" % value
 
 
 def _value(answer: object) -> bytes | None:
