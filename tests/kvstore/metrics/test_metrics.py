@@ -178,7 +178,7 @@ async def test_what_is_held_is_what_the_store_says_of_itself(rig, things, when_i
     assert seen["objects", "host"] == stat.arena_resident
 
 
-async def test_the_page_names_every_metric_and_no_other(rig):
+async def test_the_document_names_every_metric_and_no_other(rig):
     await rig.start()
     text = (await (await rig.client()).ask(Topic.METRICS))["text"]
     told = {
@@ -187,8 +187,8 @@ async def test_the_page_names_every_metric_and_no_other(rig):
         if line.startswith("# TYPE headrace_store_")
     }
     told = {name for name in told if not name.endswith("_created")}
-    page = (Path(__file__).parents[3] / "docs/store.md").read_text()
-    rows = page.split("| metric `headrace_store_...` | says |")[1].split("\n\n")[0]
+    document = (Path(__file__).parents[3] / "docs/store.md").read_text()
+    rows = document.split("| metric `headrace_store_...` | says |")[1].split("\n\n")[0]
     cells = [row.split("|")[1] for row in rows.splitlines()[1:] if row.startswith("| `")]
     named = {re.sub(r"\{.*", "", name) for cell in cells for name in re.findall("`([^`]+)`", cell)}
     assert named == told and len(told) > 20
