@@ -90,7 +90,7 @@ async def test_a_late_answer_is_not_the_next_calls(peer):
     ids=["reset", "loading", "readonly", "noauth", "full", "nonsense", "empty"],
 )
 async def test_whatever_comes_back_is_away_and_the_next_call_is_right(peer, answer):
-    link = RedisLink(await peer.start(), 0.2, SYSTEM_CLOCK)
+    link = RedisLink(await peer.start(), 5.0, SYSTEM_CLOCK)
     peer.answer, peer.hang_up = answer, not answer.startswith(b"-")
     with pytest.raises(RedisAway):
         await get(link, "a")
@@ -100,7 +100,7 @@ async def test_whatever_comes_back_is_away_and_the_next_call_is_right(peer, answ
 
 
 async def test_a_wrong_type_is_told_apart_and_costs_no_breaker(peer):
-    link = RedisLink(await peer.start(), 0.2, SYSTEM_CLOCK)
+    link = RedisLink(await peer.start(), 5.0, SYSTEM_CLOCK)
     peer.answer = b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n"
     for _ in range(5):
         with pytest.raises(WrongType):
