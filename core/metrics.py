@@ -51,6 +51,7 @@ class Metric(StrEnum):
     STORE_WRITE_ERRORS = "headrace_store_write_errors_total"
     STORE_INDEX_SWEPT = "headrace_store_index_swept_total"
     STORE_READ_ERRORS = "headrace_store_read_errors_total"
+    STORE_SLOW_READS = "headrace_store_slow_reads_total"
     STORE_INDEX_ERRORS = "headrace_store_index_errors_total"
     STORE_PENDING = "headrace_store_pending_objects"
     STORE_LEASED = "headrace_store_leased_objects"

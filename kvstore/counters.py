@@ -50,6 +50,7 @@ class Counters:
     refused: int = 0
     loads: int = 0
     read_errors: int = 0  # batches whose read failed in an unforeseen way
+    slow_reads: int = 0  # objects not waited for, since computing them anew was sooner
     writes: int = 0
     evicted: int = 0  # arena copies that made room, or went idle
     evictions: dict[Eviction, int] = field(default_factory=lambda: dict.fromkeys(Eviction, 0))

@@ -14,6 +14,7 @@ from headrace.kvstore.io_threads import in_thread
 from headrace.kvstore.layout import SlotHeader, checksum
 from headrace.kvstore.objects import Entry
 from headrace.kvstore.segments import SegmentFiles
+from headrace.kvstore.settings import Kind, StoreSettings
 from headrace.kvstore.slot_io import SlotMove
 from headrace.kvstore.state import StoreState
 
@@ -25,9 +26,17 @@ _JOB_BYTES = 1 << 20
 
 class Loader:
     """Single flight: a second caller of an object that is being read waits for the same read. A
-    caller that leaves (cancelled) stops nothing that others wait for."""
+    caller that leaves (cancelled, or because computing anew is sooner) stops no read: what it
+    brings is there for whoever comes next."""
 
-    def __init__(self, state: StoreState, files: SegmentFiles, threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        state: StoreState,
+        files: SegmentFiles,
+        threads: ThreadPoolExecutor,
+        settings: StoreSettings,
+    ) -> None:
+        self._settings = settings
         self._state = state
         self._files = files
         self._threads = threads
@@ -38,12 +47,15 @@ class Loader:
         """Have the longest possible prefix of `entries` in the arena; yields its length.
 
         They stay there until the block ends, so leases are taken inside it. A prefix is cut where
-        the arena has no room or the bytes on disk do not verify."""
+        the arena has no room, the bytes on disk do not verify or reading them takes longer than
+        computing them anew would."""
         pinned: list[Entry] = []
         try:
             waits = self._begin(entries, pinned)
             if waits:
-                await asyncio.wait(waits)
+                _, late = await asyncio.wait(waits, timeout=self._worth_s(entries))
+                if late:
+                    self._state.count.slow_reads += sum(entry.slot is None for entry in pinned)
             count = 0
             for entry in pinned:
                 if entry.slot is None or entry.dropped:
@@ -53,6 +65,14 @@ class Loader:
         finally:
             for entry in pinned:
                 self._state.unpin(entry)
+
+    def _worth_s(self, entries: Sequence[Entry]) -> float | None:
+        """How long these are waited for; None where nobody knows what computing them costs."""
+        kind, settings = entries[0].kind, self._settings
+        if kind not in (Kind.KV, Kind.SWA):
+            return None
+        n_read = sum(entry.slot is None for entry in entries)
+        return max(settings.disk_least_s, settings.recompute_s(kind, n_read))
 
     def _begin(self, entries: Sequence[Entry], pinned: list[Entry]) -> set[asyncio.Task[None]]:
         """Pin from the front and begin to read what is not in the arena; what must be awaited.

@@ -72,6 +72,7 @@ def families(snapshot: Snapshot, names: Mapping[int, str]) -> Iterator[Family]:
         Metric.STORE_RECYCLED: stat.recycled,
         Metric.STORE_WRITE_ERRORS: stat.write_errors,
         Metric.STORE_READ_ERRORS: count.read_errors,
+        Metric.STORE_SLOW_READS: count.slow_reads,
         Metric.STORE_INDEX_SWEPT: snapshot.index_swept,
         Metric.STORE_INDEX_ERRORS: stat.index_errors,
     }
@@ -144,6 +145,7 @@ _TEXTS = {
     Metric.STORE_UNSAVED: "objects that stay in memory only",
     Metric.STORE_INDEX_SWEPT: "records removed of stores that are gone",
     Metric.STORE_READ_ERRORS: "batches of a read that failed in an unforeseen way: misses",
+    Metric.STORE_SLOW_READS: "objects whose read took longer than computing them anew: misses",
     Metric.STORE_INDEX_LAG: "time since the index last held everything; 0 when it does",
     Metric.STORE_PENDING: "objects that wait for their sync",
 }

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from headrace.core.chain import BLOCK_TOKENS
 from headrace.core.ids import Digest
 from headrace.core.limits import WireLimits
 from headrace.kvstore.breaker import Breaker
@@ -181,8 +180,7 @@ class Peers:
     def deadline_s(self, kind: Kind, n_objects: int) -> float:
         """How long computing so many objects anew would take: more is not waited for."""
         settings = self._settings
-        tokens = BLOCK_TOKENS if kind is Kind.KV else settings.recompute_window_tokens
-        return max(settings.peer_least_s, n_objects * tokens / settings.recompute_tokens_per_s)
+        return max(settings.peer_least_s, settings.recompute_s(kind, n_objects))
 
     async def _bring(
         self, kind: Kind, namespace: bytes, batch: Sequence[Item], until_s: float

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from headrace.core.chain import BLOCK_TOKENS
 from headrace.core.errors import ConfigError
 from headrace.kvstore.policy import StorePolicy, check_number
 
@@ -39,8 +40,8 @@ class StoreSettings(StorePolicy):
     payloads of the slot classes, from the model. A group of written slots is synced after
     `group_bytes` or `group_s`, whichever comes first. On `metrics_port` (0: none) of loopback the
     store answers a Prometheus scrape. With `peer_listen` it serves other stores there and asks them
-    for what it lacks; a transfer may take as long as computing its tokens anew, at
-    `recompute_tokens_per_s`, would."""
+    for what it lacks. A read from SSD or a transfer may take as long as computing its tokens anew,
+    at `recompute_tokens_per_s`, would."""
 
     directory: str
     arena_bytes: int
@@ -62,7 +63,8 @@ class StoreSettings(StorePolicy):
     peer_listen: str = ""  # tcp://host:port
     shared: bool = False  # `directory` lies in a folder that other hosts mount
     shared_directories: Sequence[str] = ()  # of other stores, mounted here
-    peer_least_s: float = 0.05  # what another store is always given, however little it saves
+    disk_least_s: float = 2.0  # what a read from SSD is always given, however little it saves
+    peer_least_s: float = 0.05  # the same for another store
     recompute_tokens_per_s: float = 10_000.0  # how fast this cluster would compute blocks anew
     recompute_window_tokens: int = 2_540  # rows that a missing window record costs
     absent_s: float = 0.5  # how long an object is believed absent from the index
@@ -100,12 +102,18 @@ class StoreSettings(StorePolicy):
             ("drain_s", 0.0, 600.0),
             ("metrics_port", 0, 65535),
             ("ahead_slots", 0, 65536),
+            ("disk_least_s", 0.001, 60.0),
             ("peer_least_s", 0.001, 60.0),
             ("recompute_tokens_per_s", 1.0, 1e9),
             ("absent_s", 0.0, 60.0),
             ("forget_stores_s", 0.0, 1e8),
         ):
             check_number(name, getattr(self, name), low, high)
+
+    def recompute_s(self, kind: Kind, n_objects: int) -> float:
+        """How long computing so many blocks, or one window record for each, anew would take."""
+        tokens = BLOCK_TOKENS if kind is Kind.KV else self.recompute_window_tokens
+        return n_objects * tokens / self.recompute_tokens_per_s
 
     def payload_bytes(self) -> dict[Kind, int]:
         """The largest payload of every kind that has slots, in the order of their regions."""

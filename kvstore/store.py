@@ -62,7 +62,7 @@ class Store:
         self._files = files
         self._publisher = publisher
         self._writer = writer
-        self.loader = Loader(state, files, threads)
+        self.loader = Loader(state, files, threads, settings)
         self._room = asyncio.Event()
         self._queues = {kind: asyncio.Lock() for kind in state.residents.regions}
         state.residents.on_room = self._room.set
