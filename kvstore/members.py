@@ -29,7 +29,7 @@ from headrace.kvstore.redis_link import RedisAway, RedisLink, WrongType
 from headrace.kvstore.redis_servers import Client
 
 log = logging.getLogger(__name__)
-_CALL_S = 0.25  # not on the request path: a slow answer is better than a stale one
+CALL_S = 0.25  # not on the request path: a slow answer is better than a stale one
 _FORGET_S = 3600.0  # names that have not announced themselves for so long leave the set
 
 # Remove a record only if it is still the one this boot wrote.
@@ -71,10 +71,12 @@ class MemberBoard:
         *,
         times: LeaseTimes | None = None,
         clock: Clock = SYSTEM_CLOCK,
+        call_s: float = CALL_S,
     ) -> None:
+        """`call_s`: the deadline of every call to Redis."""
         self._times = times or LeaseTimes()
         self._clock = clock
-        self._link = RedisLink(redis_url, _CALL_S, clock)
+        self._link = RedisLink(redis_url, call_s, clock)
         # In braces: one hash slot for all, since scripts and MGET name several of these keys.
         self._prefix = f"headrace:{{{cluster}}}:"
         self._set_key = f"{self._prefix}members"

@@ -171,7 +171,7 @@ async def test_records_of_a_store_that_is_gone_leave_all_shards(cluster, stores,
 
 async def test_members_of_a_cluster(cluster):
     url = "redis-cluster://" + ",".join(server.address for server in cluster)
-    board = MemberBoard(url, "c")
+    board = MemberBoard(url, "c", call_s=5.0)
     members = [
         Member(Role.PREFILL, f"p{n}", BootId(f"{n:016x}"), "tcp://127.0.0.1:1", 1, "b",
                ReplicaState.READY, None, 0, 0, 0)
