@@ -49,6 +49,7 @@ def collect(run: RunDir) -> dict[str, Any]:
         )
     if processes and state.pid not in {process.pid for process in processes}:
         notes.append(f"the leader is gone; `headrace down --name {run.cluster}` ends the rest")
+    report = _report(run)
     return {
         "cluster": run.cluster,
         "phase": str(state.phase) if processes or state.phase is Phase.FAILED else "not running",
@@ -60,9 +61,11 @@ def collect(run: RunDir) -> dict[str, Any]:
         "leader_pid": state.pid,
         "processes": len(processes),
         "ready": ready,
-        "roles": _roles(config, members, samples, {process.pid for process in processes}),
+        "roles": _roles(
+            config, members, samples, {process.pid for process in processes}, report or {}
+        ),
         "store": store,
-        "supervisor": _report(run),
+        "supervisor": report,
         "notes": notes,
     }
 
@@ -86,7 +89,7 @@ def _role_table(view: dict[str, Any], *, addresses: bool) -> Table:
         caption=f"pools: {_pools(view['roles'])}" + ("" if addresses else "; addresses: --json"),
         caption_justify="left",
     )
-    for column in ("role", "state", "pid", *(["address"] if addresses else [])):
+    for column in ("role", "state", "pid", "life", *(["address"] if addresses else [])):
         shown.add_column(column, no_wrap=True)
     for column in ("requests", "parked", "backlog\nms", "free\nblocks"):
         shown.add_column(column)
@@ -96,6 +99,7 @@ def _role_table(view: dict[str, Any], *, addresses: bool) -> Table:
             role["name"],
             f"[{colour}]{role['state']}[/]",
             str(role["pid"] or ""),
+            str(role["lives"] or ""),
             *([role["address"]] if addresses else []),
             *(_number(role[key]) for key in ("requests", "parked", "backlog_ms", "free_blocks")),
         )
@@ -198,8 +202,10 @@ def _roles(
     members: Iterable[Member],
     samples: dict[tuple[str, str], float],
     pids: set[int],
+    report: dict[str, Any],
 ) -> list[dict[str, Any]]:
     by_name = {member.name: member for member in members}
+    lives = {one["name"]: one["lives"] for one in report.get("roles", ())} if pids else {}
     rows = []
     for role, name in config.expected_roles():
         member = by_name.get(name)
@@ -210,6 +216,7 @@ def _roles(
                 "state": str(member.state) if member else "absent",
                 "alive": bool(member and member.pid in pids),
                 "pid": member.pid if member else 0,
+                "lives": lives.get(name),
                 "boot_id": member.boot_id if member else "",
                 "build": member.build if member else "",
                 "address": member.address if member else "",

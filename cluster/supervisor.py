@@ -21,6 +21,8 @@ from enum import StrEnum
 from importlib.util import find_spec
 
 from headrace.cluster.config import ClusterConfig
+from headrace.cluster.deaths import Deaths
+from headrace.cluster.holders import head_of_ray_lives
 from headrace.cluster.roles import build_id, role_settings
 from headrace.cluster.rundir import RunDir, write_file
 from headrace.cluster.session import read_process
@@ -156,18 +158,24 @@ class SupervisorThread:
 
         settings = role_settings(self._config, self._run_dir, Role.SUPERVISOR, "supervisor-0")
         board = MemberBoard.of(settings)
+        deaths = Deaths(restarts=lambda: head_of_ray_lives(os.getsid(0)))
         while not self._stop.is_set():
             try:
                 members = await board.members()
                 if board.stale:
                     self._watch.blind()
                 else:
-                    await self._act(self._watch.look(members))
+                    actions = self._watch.look(members)
+                    for one in self._watch.roles.values():
+                        if one.state != "absent":
+                            deaths.follow(one.name, one.pid, one.started_ticks, one.lives)
+                    await self._act(actions)
                 self._report(board.stale)
             except Exception as error:  # the watcher outlives whatever it watches
                 self._error = f"{type(error).__name__}: {error}"
                 log.exception("could not watch")
             await asyncio.sleep(LOOK_EVERY_S)
+        deaths.close()
 
     async def _act(self, actions: Mapping[str, Action]) -> None:
         for name, action in actions.items():

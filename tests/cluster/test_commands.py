@@ -120,7 +120,7 @@ def test_a_narrow_window_gets_every_role_state_and_process_whole(failed_run: Run
     view["url"], view["processes"] = "http://127.0.0.1:8000", 9
     for n, role in enumerate(view["roles"]):
         address = f"tcp://127.0.0.1:4000{n}"
-        role.update(state="draining", pid=4_194_300 + n, alive=True, address=address)
+        role.update(state="draining", pid=4_194_300 + n, alive=True, address=address, lives=12)
         role.update(requests=1000.0, backlog_ms=12345.0, free_blocks=123456.0, parked=10.0)
     for width, told in ((80, False), (120, True)):
         shown = Console(file=io.StringIO(), width=width)
@@ -132,7 +132,7 @@ def test_a_narrow_window_gets_every_role_state_and_process_whole(failed_run: Run
         cells = [[cell.strip() for cell in line.split("│")] for line in text.splitlines()]
         for role in view["roles"]:
             assert any(
-                line[1:4] == [role["name"], "draining", str(role["pid"])] for line in cells
+                line[1:5] == [role["name"], "draining", str(role["pid"]), "12"] for line in cells
             ), role
 
 
