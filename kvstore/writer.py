@@ -210,7 +210,7 @@ class Writer:
             if outcome is _Outcome.FAILED:
                 failed = True
                 self.errors += 1
-            elif not write.entry.dropped:  # a reader may have been faster
+            elif outcome is _Outcome.DAMAGED and not write.entry.dropped:  # a reader may be faster
                 self._state.count.damaged += 1
                 self._state.drop(write.entry, erase=False)
         if failed:

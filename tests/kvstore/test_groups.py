@@ -13,15 +13,19 @@ from headrace.kvstore.files import FileCalls
 
 
 class SlowBadSync(FileCalls):
-    """The next sync ends when it is told to, and badly. `writes` counts calls."""
+    """The next sync ends when it is told to, and badly. `writes` counts calls, which end when
+    `go_on` is set."""
 
     def __init__(self) -> None:
         self.armed, self.writes = False, 0
-        self.entered, self.end = threading.Event(), threading.Event()
+        self.entered, self.end, self.go_on = (threading.Event() for _ in range(3))
+        self.go_on.set()
 
     def pwritev(self, descriptor, buffers, offset):
+        written = super().pwritev(descriptor, buffers, offset)
         self.writes += 1
-        return super().pwritev(descriptor, buffers, offset)
+        assert self.go_on.wait(20)
+        return written
 
     def sync(self, descriptor):
         if self.armed:
@@ -33,11 +37,12 @@ class SlowBadSync(FileCalls):
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("over", [True, False], ids=["written", "being written"])
 async def test_a_failed_sync_costs_what_was_written_meanwhile_too(
-    rig, things, when_idle, wait_until
+    rig, things, when_idle, wait_until, over
 ):
     """The next group is written while one is synced: when that fails, the kernel may have dropped
-    data of both, and neither is believed to be on disk."""
+    data of both, and neither is believed to be on disk. In memory all of it stays."""
     disk = SlowBadSync()
     rig.options = {"calls": disk}
     await rig.start()
@@ -48,15 +53,22 @@ async def test_a_failed_sync_costs_what_was_written_meanwhile_too(
     await client.put(Kind.KV, things.blocks(1), lease=key)
     assert await asyncio.to_thread(disk.entered.wait, 20)
     before = disk.writes
+    if not over:
+        disk.go_on.clear()
     await client.put(Kind.KV, things.blocks(2), lease=key)
 
     async def written() -> bool:
         return disk.writes > before
 
+    async def failed() -> bool:
+        return (await client.stat()).write_errors == 1
+
     await wait_until(written, "a write beside the sync")
     disk.end.set()
+    await wait_until(failed, "a failed sync")
+    disk.go_on.set()
     stat = await when_idle(client)
-    assert (stat.ssd_objects, stat.write_errors, stat.blocks) == (1, 1, 3)
+    assert (stat.ssd_objects, stat.write_errors, stat.blocks, stat.damaged) == (1, 1, 3, 0)
     await client.put(Kind.KV, things.blocks(3), lease=key)
     assert (await when_idle(client)).ssd_objects == 2
     dest = bytearray(3000)
