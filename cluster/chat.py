@@ -1,6 +1,7 @@
 """A plain chat in the terminal, over the cluster's own HTTP API.
 
-`/image PATH` attaches a picture to the next message; no other line may begin with a `/`."""
+`/image PATH` attaches a picture to the next message, `/help` says so; no other line may begin with
+a `/`."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from headrace.cluster.rundir import RunDir
 from headrace.core.errors import ConfigError
 
 ATTACH = "/image"
+HELP = "/help"
 USAGE = "`/image PATH` attaches a picture to the next message; an empty line or Ctrl-D ends"
 KINDS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif"}
 
@@ -47,10 +49,13 @@ def image_part(path: Path) -> dict[str, Any]:
 def attached_path(line: str) -> Path | None:
     """The file that a line attaches, None for a line that is a message.
 
-    Raises `ConfigError` with the usage for every other line that begins with a `/`."""
+    Raises `ConfigError` with the usage for every other line that begins with a `/`, and with
+    nothing but the usage for `/help`."""
     if not line.startswith("/"):
         return None
     command, *rest = line.split(maxsplit=1)
+    if command == HELP:
+        raise ConfigError(USAGE)
     if command != ATTACH:
         raise ConfigError(f"there is no command {command[:40]!r}; {USAGE}")
     if not rest:
@@ -64,8 +69,10 @@ def converse(
     """Read lines, stream answers, keep the history; ends at an empty line or end of input.
 
     A line `/image PATH` attaches a file to the message that follows; several may be attached. An
-    error of one turn is shown and the turn forgotten; the conversation goes on."""
+    error of one turn is shown and the turn forgotten; the conversation goes on. Raises `ApiError`
+    before anything is read when nobody answers."""
     api = api_of(run)
+    api.check_reached()
     state = run.read_state()
     assert state is not None
     messages: list[dict[str, Any]] = []

@@ -27,6 +27,10 @@ class ApiError(HeadraceError):
     code = "api_error"
 
 
+class NoAnswer(ApiError):
+    """Nobody answered at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class HttpApi:
     """One cluster's API. `key` is sent as bearer token when given."""
@@ -41,6 +45,16 @@ class HttpApi:
                 return True
         except ApiError:
             return False
+
+    def check_reached(self) -> None:
+        """Raises `NoAnswer` unless somebody answers, be it with an error."""
+        try:
+            with self._open("/ready", None, 5.0):
+                pass
+        except NoAnswer:
+            raise
+        except ApiError:
+            pass
 
     def metrics(self) -> list[Sample]:
         """The samples of `/metrics`. Raises `ApiError`."""
@@ -105,7 +119,7 @@ class HttpApi:
         except urllib.error.HTTPError as error:
             raise ApiError(_error_text(error)) from None
         except (OSError, ValueError) as error:
-            raise ApiError(f"no answer from {self.url}: {_in_words(error)}") from None
+            raise NoAnswer(f"no answer from {self.url}: {_in_words(error)}") from None
 
 
 def _in_words(error: OSError | ValueError) -> str:

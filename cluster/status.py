@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console, Group
@@ -30,6 +30,42 @@ STORE_WAIT_S = 1.0
 WIDEST = 10_000  # columns, to measure a table that nothing presses
 
 
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the notes about a run with living processes go by."""
+
+    cluster: str
+    stale: bool  # Redis does not answer
+    ready: bool  # the router takes requests
+    leader: bool  # the leader lives
+    restarts: bool  # nothing that restarts replicas is missing: Ray's head, where Ray has them
+
+
+def notes_of(facts: Facts) -> list[str]:
+    """What an operator must know of a run, and what to do."""
+    down = f"`headrace down --name {facts.cluster}`"
+    notes = []
+    if facts.stale:
+        notes.append("Redis does not answer: the membership shown is not known to be true")
+    if not facts.leader and not facts.ready:
+        notes.append(f"the leader is gone and no request is served; {down} ends the rest")
+    elif not facts.leader:
+        notes.append(
+            f"the leader is gone: requests are served until a part dies; {down} and `up` again"
+        )
+    elif not facts.restarts and facts.ready:
+        notes.append(
+            "Ray's head is gone: serving goes on, but dead replicas are not restarted;"
+            f" {down} and `up` again when convenient"
+        )
+    elif not facts.restarts:
+        notes.append(
+            "Ray's head is gone, no request is served and no dead replica is restarted;"
+            f" {down} and `up` again"
+        )
+    return notes
+
+
 def collect(run: RunDir) -> dict[str, Any]:
     """One view of a run, plain values only. Raises `ConfigError` when nothing of it is there."""
     state = run.read_state()
@@ -40,15 +76,16 @@ def collect(run: RunDir) -> dict[str, Any]:
     members, stale = asyncio.run(_members(config, run)) if processes else ((), True)
     store = asyncio.run(_store(config, run)) if processes else None
     samples, ready, notes = _samples(run, state) if processes else ({}, False, [])
-    if stale and processes:
-        notes.append("Redis does not answer: the membership shown is not known to be true")
-    if processes and config.processes is Processes.RAY and not head_of_ray_lives(state.sid):
-        notes.append(
-            "Ray's head is gone: serving goes on, but dead replicas are not restarted;"
-            f" `headrace down --name {run.cluster}` and `up` again when convenient"
+    if processes:
+        up = state.phase is Phase.READY and config.processes is Processes.RAY  # before it starts
+        facts = Facts(
+            cluster=run.cluster,
+            stale=stale,
+            ready=ready,
+            leader=state.pid in {process.pid for process in processes},
+            restarts=not up or head_of_ray_lives(state.sid),
         )
-    if processes and state.pid not in {process.pid for process in processes}:
-        notes.append(f"the leader is gone; `headrace down --name {run.cluster}` ends the rest")
+        notes += notes_of(facts)
     report = _report(run)
     return {
         "cluster": run.cluster,

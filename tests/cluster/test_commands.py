@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rich.console import Console
 from headrace.cluster.chat import USAGE, attached_path, converse
 from headrace.cluster.cli import Doing
 from headrace.cluster.rundir import Phase, RunDir, RunState
-from headrace.cluster.status import collect, store_table, table
+from headrace.cluster.status import Facts, collect, notes_of, store_table, table
 from headrace.core.errors import ConfigError
 
 HEADRACE = Path(sys.executable).parent / "headrace"
@@ -102,6 +103,31 @@ def test_status_counts_the_replicas_that_are_ready_and_alive(failed_run: RunDir)
         "decode-1",
     ]
     assert "decode 1 of 2, router 1 of 1 ready" in pool_line(view)
+
+
+@pytest.mark.parametrize(
+    ("ready", "leader", "restarts", "said"),
+    [
+        (True, True, True, None),
+        (False, True, True, None),
+        (True, True, False, "Ray's head is gone: serving goes on, but dead replicas are not"),
+        (False, True, False, "Ray's head is gone, no request is served and no dead replica is"),
+        (True, False, True, "the leader is gone: requests are served until a part dies;"),
+        (True, False, False, "the leader is gone: requests are served until a part dies;"),
+        (False, False, True, "the leader is gone and no request is served;"),
+        (False, False, False, "the leader is gone and no request is served;"),
+    ],
+)
+def test_notes_say_one_thing_and_only_what_is_so(
+    ready: bool, leader: bool, restarts: bool, said: str | None
+) -> None:
+    facts = Facts("local", stale=False, ready=ready, leader=leader, restarts=restarts)
+    notes = notes_of(facts)
+    assert len(notes) == (said is not None)
+    if said is not None:
+        assert notes[0].startswith(said) and "`headrace down --name local`" in notes[0]
+    redis, *others = notes_of(replace(facts, stale=True))
+    assert redis.startswith("Redis does not answer") and others == notes
 
 
 def test_the_line_above_the_tiers_is_whole_though_the_table_is_narrower() -> None:
@@ -232,6 +258,16 @@ def server() -> Iterator[tuple[str, list[Any]]]:
         thread.join()
 
 
+def test_a_chat_with_nobody_says_so(failed_run: RunDir) -> None:
+    with socket.socket() as held:  # bound, so that nobody else gets the port, and not listening
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        failed_run.write_state(state(Phase.READY, url=url))
+        done = run("chat", "--name", "local", home=failed_run.home)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert f"no answer from {url}: Connection refused" in " ".join(done.stderr.split())
+
+
 def test_chat_attaches_a_picture_to_one_message(
     server: tuple[str, list[Any]],
     failed_run: RunDir,
@@ -276,10 +312,11 @@ def test_chat_shows_text_as_it_came_and_what_was_found(
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n"))
     out = Console(file=io.StringIO(), width=200, record=True)
     with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.handle_request)
+        thread = threading.Thread(target=http.serve_forever)
         thread.start()
         failed_run.write_state(state(Phase.READY, url=f"http://127.0.0.1:{http.server_port}"))
         converse(failed_run, out, system="", max_tokens=4)
+        http.shutdown()
         thread.join()
     shown = out.export_text()
     assert said in shown
@@ -299,7 +336,7 @@ def test_chat_sends_messages_and_no_mistyped_command(
     shown = out.export_text()
     assert [body["messages"] for body in bodies] == [[{"role": "user", "content": "hello"}]]
     assert shown.splitlines()[:2] == [f"model t2 of cluster local at {url}", USAGE]
-    assert "there is no command '/help'" in shown
+    assert shown.count(USAGE) == 3 and "'/help'" not in shown  # at the begin, for /help and /image
     assert "/image needs the path of a picture" in shown
     assert "cannot read /no/cat.png: No such file or directory" in shown
 
