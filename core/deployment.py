@@ -17,6 +17,7 @@ WEIGHTS = ("widened", "packed")
 MAX_SEED = 2**63 - 1
 MIN_FRAME_BYTES = 1 << 20  # a prompt of a million ids takes several; this one holds a small one
 MAX_LEASE_S = 3600.0
+MIN_RESERVE_S = 1.0  # a batch must be copied in a part of it, on a busy host too
 MAX_UNDERWAY_WAIT = 1000.0
 
 
@@ -77,18 +78,7 @@ class Deployment:
             raise ConfigError(
                 f"wire.frame_bytes must be at least {MIN_FRAME_BYTES}, got {self.wire.frame_bytes}"
             )
-        for name in ("handoff_s", "member_s", "member_beat_s", "member_poll_s"):
-            value = getattr(self.leases, name)
-            if not 0 < value <= MAX_LEASE_S:
-                raise ConfigError(
-                    f"leases.{name} must be above 0 and at most {MAX_LEASE_S}, got {value}"
-                )
-        if self.leases.member_s <= self.leases.member_beat_s:
-            raise ConfigError(
-                "leases.member_s must be above leases.member_beat_s"
-                f" ({self.leases.member_beat_s}), or a record ends between two beats,"
-                f" got {self.leases.member_s}"
-            )
+        _check_leases(self.leases)
         for name, least in (
             ("keep_tokens", 0),
             ("replay_depth_tokens", 0),
@@ -145,3 +135,24 @@ class Deployment:
     def exactness(self) -> str:
         """The class of the namespace that this deployment writes."""
         return "replayed" if self.handoff_mode is HandoffMode.REPLAY else "exact"
+
+
+def _check_leases(leases: LeaseTimes) -> None:
+    for name in ("handoff_s", "member_s", "member_beat_s", "member_poll_s"):
+        value = getattr(leases, name)
+        if not 0 < value <= MAX_LEASE_S:
+            raise ConfigError(
+                f"leases.{name} must be above 0 and at most {MAX_LEASE_S}, got {value}"
+            )
+    reserve_s = leases.connection_reserve_s
+    if not MIN_RESERVE_S <= reserve_s <= MAX_LEASE_S:
+        raise ConfigError(
+            f"leases.connection_reserve_s must be at least {MIN_RESERVE_S}"
+            f" and at most {MAX_LEASE_S}, got {reserve_s}"
+        )
+    if leases.member_s <= leases.member_beat_s:
+        raise ConfigError(
+            "leases.member_s must be above leases.member_beat_s"
+            f" ({leases.member_beat_s}), or a record ends between two beats,"
+            f" got {leases.member_s}"
+        )

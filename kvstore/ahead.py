@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from headrace.core.clock import SYSTEM_CLOCK
@@ -34,9 +34,9 @@ from headrace.kvstore.settings import Kind
 IN_A_ROW = 32  # blocks, each batch soon after the one before: then slots are asked for
 SOON_S = 0.05
 IDLE_S = 0.25  # a client that puts nothing for so long gives its slots back
-OLD_S = 5.0  # held for longer they are given back too: far below what the store allows
+OLD_S = 5.0  # asked for longer ago they are given back too,
+OLD_SHARE = 6  # or than this part of the time for which the store keeps them for a client
 WAIT_S = 1.0  # for slots that were asked for; then the store is asked for room as usual
-ASK_SLOTS = 1 << 16  # more than any store grants: it knows its bound
 
 
 class Asker(Protocol):
@@ -45,6 +45,7 @@ class Asker(Protocol):
     boot: BootId
     arena: Arena
     namespace: bytes
+    reserve_s: float  # a slot that is not committed by then is the store's again
 
     @property
     def open(self) -> bool: ...
@@ -60,13 +61,15 @@ class Stock:
     def __init__(self, asker: Asker) -> None:
         self.unanswered = 0
         self._asker = asker
-        self._slots: deque[tuple[int, int, int]] = deque()  # number, offset, generation
+        self._old_s = min(OLD_S, asker.reserve_s / OLD_SHARE)
+        # Number, offset, generation, and when it was asked for: the store counts from soon after.
+        self._slots: deque[tuple[int, int, int, float]] = deque()
         self._domain = b""
         self._row = 0  # blocks put in a row
-        self._used_s = 0.0  # when the last batch was put,
-        self._filled_s = 0.0  # when the stock was last empty and got slots,
+        self._last_s = 0.0  # when the last batch came,
+        self._used_s = 0.0  # when one last went into the stock, or the stock got its first slots,
         self._refused_s = 0.0  # and when the store had none to give
-        self._most = 0  # as many as the store has ever granted at once
+        self._want = 0  # as many as are asked for: two batches at first, then twice as many
         self._known = False  # the last batch was there already: ask before copying again
         self._asked: asyncio.Future[Any] | None = None
         self._commits: set[asyncio.Future[Any]] = set()
@@ -77,23 +80,35 @@ class Stock:
 
     async def ready(self, kind: Kind, domain: bytes, count: int) -> bool:
         """Whether `put` may be called now for so many blocks. Waits for slots that were asked for,
-        and asks for some when blocks of one domain come in a row."""
-        now_s = asyncio.get_running_loop().time()
+        and asks for some when blocks of one domain come in a row.
+
+        False for blocks of this domain: nothing is held in advance any more, so that it is not
+        missing where the store is now asked for room."""
         if kind is not Kind.KV:
             return False
-        if domain != self._domain or (self._slots and now_s - self._filled_s > OLD_S):
+        now_s = SYSTEM_CLOCK.now_s()
+        if domain != self._domain:
             self.give_back()
-        soon = domain == self._domain and now_s - self._used_s < (IDLE_S if self._slots else SOON_S)
+        soon = domain == self._domain and now_s - self._last_s < (IDLE_S if self._slots else SOON_S)
         self._row = self._row + count if soon else count
-        self._used_s, self._domain = now_s, domain
-        if self._row <= IN_A_ROW or self._known or not self._asker.open:
-            return False
-        if len(self._slots) < count:
-            self._ask(now_s)
-            if self._asked is None or self._most and count > self._most:
-                return False
-            await asyncio.wait((self._asked,), timeout=WAIT_S)
-        return domain == self._domain and len(self._slots) >= count
+        self._want = self._want if soon else 0
+        self._last_s, self._domain = now_s, domain
+        good = self._row > IN_A_ROW and not self._known and self._asker.open
+        if good and not self._holds(count):
+            self._ask(count)
+            if self._asked is not None:
+                await asyncio.wait((self._asked,), timeout=WAIT_S)
+            good = domain == self._domain and self._holds(count)
+        if not good and domain == self._domain:
+            self.give_back()
+        return good
+
+    def _holds(self, count: int) -> bool:
+        """Whether there are so many slots that are good for long enough."""
+        # By a clock that goes on while this process is stopped: the store's does, too.
+        if self._slots and SYSTEM_CLOCK.now_s() - self._slots[0][3] > self._old_s:
+            self.give_back()
+        return len(self._slots) >= count
 
     def answered(self, *, known: bool) -> None:
         """The store was asked for room: whether it knew any of that batch."""
@@ -109,27 +124,18 @@ class Stock:
     ) -> list[Place]:
         """Where the blocks of `batch`, bytes each, are readable now. `ready` has just said yes, and
         every payload fits a slot; `digests` are those of the batch, joined."""
-        asker, domain, view = self._asker, self._domain, self._asker.arena.view
-        region = asker.arena.region(Kind.KV)
-        assert region is not None
-        written_at_s = int(SYSTEM_CLOCK.wall_s())
-        before, places, written, sizes = parent, list[Place](), list[tuple[int, int]](), list[int]()
-        for number, (digest, source) in enumerate(batch, first_block):
-            size = len(source)
-            grant, begin, generation = self._slots.popleft()
-            view[begin : begin + size] = source
-            total = checksum(source)  # of the source, so that a torn copy does not verify
-            facts = ObjectFacts(Kind.KV, asker.namespace, digest, before, number, domain, size)
-            end = begin + region.slot_bytes
-            slot = (begin - region.start) // region.slot_bytes
-            header = pack_slot_header(facts, total, ARENA_SEGMENT, slot, generation, written_at_s)
-            view[end - len(header) : end] = header
-            places.append(Place(asker.boot, begin, size, generation, total))
-            written.append((grant, total))
-            sizes.append(size)
-            before = digest
-        packed, told = pack_pairs(written), pack_sizes(sizes)
-        answer = asker.submit(
+        taken = [self._slots.popleft() for _ in batch]
+        try:
+            places = self._fill(taken, batch, parent, first_block)
+        except BaseException:
+            self._return(taken)
+            raise
+        domain = self._domain
+        told = pack_sizes([place.payload_bytes for place in places])
+        written = pack_pairs(
+            [(slot[0], place.checksum) for slot, place in zip(taken, places, strict=True)]
+        )
+        answer = self._asker.submit(
             lambda call: Commit(
                 call,
                 Kind.KV,
@@ -139,14 +145,43 @@ class Stock:
                 first_block,
                 domain,
                 lease,
-                packed,
+                written,
             )
         )
         self.unanswered += len(places)
         self._commits.add(answer)
         answer.add_done_callback(lambda done: self._committed(done, len(places)))
-        if len(self._slots) < self._most // 2:
-            self._ask(self._used_s)
+        self._used_s = self._last_s
+        if len(self._slots) < self._want // 2:
+            self._ask(len(batch))
+        return places
+
+    def _fill(
+        self,
+        taken: Sequence[tuple[int, int, int, float]],
+        batch: Sequence[tuple[Digest, Buffer]],
+        parent: Digest,
+        first_block: int,
+    ) -> list[Place]:
+        """Payload and header of each block in its slot: where they are readable."""
+        asker, domain, view = self._asker, self._domain, self._asker.arena.view
+        region = asker.arena.region(Kind.KV)
+        assert region is not None
+        written_at_s = int(SYSTEM_CLOCK.wall_s())
+        before, places = parent, list[Place]()
+        for number, ((_, begin, generation, _), (digest, source)) in enumerate(
+            zip(taken, batch, strict=True), first_block
+        ):
+            size = len(source)
+            view[begin : begin + size] = source
+            total = checksum(source)  # of the source, so that a torn copy does not verify
+            facts = ObjectFacts(Kind.KV, asker.namespace, digest, before, number, domain, size)
+            end = begin + region.slot_bytes
+            slot = (begin - region.start) // region.slot_bytes
+            header = pack_slot_header(facts, total, ARENA_SEGMENT, slot, generation, written_at_s)
+            view[end - len(header) : end] = header
+            places.append(Place(asker.boot, begin, size, generation, total))
+            before = digest
         return places
 
     async def settled(self, limit_s: float) -> None:
@@ -157,16 +192,24 @@ class Stock:
     def give_back(self) -> None:
         """Hold nothing in advance any more. Idempotent."""
         if self._slots:
-            self._asker.post(GiveBack(tuple(number for number, _, _ in self._slots)))
+            self._return(self._slots)
             self._slots.clear()
 
-    def _ask(self, now_s: float) -> None:
-        if self._asked is None and now_s - self._refused_s > IDLE_S:
-            domain = self._domain
-            self._asked = self._asker.submit(lambda call: Ahead(call, domain, ASK_SLOTS))
-            self._asked.add_done_callback(lambda done: self._granted(done, domain))
+    def _return(self, slots: Iterable[tuple[int, int, int, float]]) -> None:
+        self._asker.post(GiveBack(tuple(slot[0] for slot in slots)))
 
-    def _granted(self, done: asyncio.Future[Any], domain: bytes) -> None:
+    def _ask(self, count: int) -> None:
+        """For slots, as many as were put in a row at most; fewer than a batch are of no use."""
+        now_s = SYSTEM_CLOCK.now_s()
+        if self._asked is not None or now_s - self._refused_s <= IDLE_S:
+            return
+        domain, held = self._domain, len(self._slots)
+        self._want = max(2 * count, min(2 * self._want, self._row))
+        more, least = self._want - held, max(1, count - held)
+        self._asked = self._asker.submit(lambda call: Ahead(call, domain, more, least))
+        self._asked.add_done_callback(lambda done: self._granted(done, domain, more, now_s))
+
+    def _granted(self, done: asyncio.Future[Any], domain: bytes, more: int, asked_s: float) -> None:
         self._asked = None
         answer = None if done.cancelled() or done.exception() is not None else done.result()
         if answer is None:
@@ -175,18 +218,21 @@ class Stock:
         if slots is None:
             self._asker.abort()
             return
-        loop = asyncio.get_running_loop()
-        if not slots:
-            self._refused_s = loop.time()
-        if domain != self._domain:
-            self._asker.post(GiveBack(tuple(number for number, _, _ in slots)))
+        # Counted from the question: this process may have been stopped before it read the answer.
+        now_s, new = SYSTEM_CLOCK.now_s(), [(*slot, asked_s) for slot in slots]
+        if not new:
+            self._refused_s = now_s
+            return
+        if len(new) < more:
+            self._want = len(self._slots) + len(new)
+        if domain != self._domain or now_s - asked_s > self._old_s:
+            self._return(new)
             return
         if not self._slots:
-            self._filled_s = loop.time()
-        self._slots += slots
-        self._most = max(self._most, len(self._slots))
-        if self._timer is None and self._slots:
-            self._timer = loop.call_later(IDLE_S, self._rest)
+            self._used_s = now_s
+        self._slots += new
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(IDLE_S, self._rest)
 
     def _committed(self, done: asyncio.Future[Any], count: int) -> None:
         self._commits.discard(done)
@@ -200,12 +246,12 @@ class Stock:
             self._known = True
 
     def _rest(self) -> None:
-        loop = asyncio.get_running_loop()
-        idle_s = loop.time() - self._used_s
+        idle_s = SYSTEM_CLOCK.now_s() - self._used_s
         self._timer = None
         if idle_s >= IDLE_S:
             self.give_back()
         elif self._slots:
+            loop = asyncio.get_running_loop()
             self._timer = loop.call_later(IDLE_S - idle_s, self._rest)
 
 

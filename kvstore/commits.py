@@ -100,6 +100,7 @@ def _second(
     """Another writer was first. Its copy stays; this one becomes the arena's if that had none."""
     held = lease is not None and state.leases.hold(lease, known)
     same = (known.checksum, known.facts.payload_bytes) == (total, fact.payload_bytes)
+    same = same and known.facts.domain == fact.domain  # the slot is counted as that domain's
     if known.slot is None and same:
         state.returned(known, slot)
     elif lease is not None and held:

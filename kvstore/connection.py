@@ -46,10 +46,13 @@ class Connection:
 
     `arena` stays readable after the connection ended, for as long as somebody keeps it."""
 
-    def __init__(self, link: Link, boot: BootId, arena: Arena, namespace: bytes) -> None:
+    def __init__(
+        self, link: Link, boot: BootId, arena: Arena, namespace: bytes, reserve_s: float
+    ) -> None:
         self.boot = boot
         self.arena = arena
         self.namespace = namespace
+        self.reserve_s = reserve_s
         self.ahead = Stock(self)  # slots that this client holds in advance
         self._link = link
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -202,7 +205,7 @@ async def attach(
         arena = await asyncio.to_thread(_map, os.dup(descriptors[0]), attached.regions)
         reader, writer = await asyncio.open_unix_connection(sock=sock)
         link = Link(reader, writer, STORE_MESSAGES, token, limits)
-        return Connection(link, attached.boot, arena, namespace)
+        return Connection(link, attached.boot, arena, namespace, attached.reserve_s)
     except BaseException as error:
         sock.close()
         if isinstance(error, ConnectionError | asyncio.CancelledError):

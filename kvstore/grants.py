@@ -8,6 +8,7 @@ place was promised before anybody knew of the first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -17,7 +18,8 @@ from headrace.core.states import GRANT_TABLE, Grant, GrantEvent
 from headrace.kvstore.residents import Residents
 from headrace.kvstore.settings import Kind
 
-SHARE = 16  # of the slots for blocks: one in so many may be granted or hold a twin
+SHARE = 16  # of the slots for blocks, one in so many may be granted or hold a twin;
+# of those that a domain may have at most, one in so many may be granted
 
 _FILLED = GRANT_TABLE.step(Grant.HELD, GrantEvent.COMMIT).state
 
@@ -44,10 +46,12 @@ class GrantBook:
     def __init__(self, residents: Residents, clock: Clock, reserve_s: float, most: int) -> None:
         self._residents = residents
         self._clock = clock
-        self._reserve_s = reserve_s
+        self.reserve_s = reserve_s
+        self.closed = False  # the store is ending: it grants nothing more
         self._most = most
         self._held: dict[int, GrantedSlot] = {}
         self._by_connection: dict[int, int] = {}
+        self._by_group: Counter[int] = Counter()  # grants alone, by the group of their domain
         self._twins: dict[JobKey, list[tuple[int, bytes]]] = {}  # slot and domain
         self._numbers = 0
         self.twins = 0
@@ -59,13 +63,16 @@ class GrantBook:
     def most_in_all(self) -> int:
         return self._residents.regions[Kind.KV].slots // SHARE
 
-    def make(self, connection: int, domain: bytes, count: int) -> list[GrantedSlot]:
-        """Up to `count` further slots for a client, as far as its own bound, that of all clients
-        and the arena allow."""
-        own = self._by_connection.get(connection, 0)
+    def make(self, connection: int, domain: bytes, count: int, least: int = 1) -> list[GrantedSlot]:
+        """Up to `count` further slots for a client, as far as its own bound, that of its domain and
+        of all clients, and the arena allow; none if that is fewer than `least`."""
+        own, group = self._by_connection.get(connection, 0), self._residents.group(domain)
         left = self.most_in_all - len(self._held) - self.twins
-        count = min(count, self._most - own, left)
-        expires_s = self._clock.now_s() + self._reserve_s
+        most = self._residents.orders[Kind.KV].groups[group].most // SHARE
+        count = min(count, self._most - own, left, most - self._by_group[group])
+        if self.closed or count < least:  # nothing leaves the arena for what nobody could use
+            return []
+        expires_s = self._clock.now_s() + self.reserve_s
         made: list[GrantedSlot] = []
         while len(made) < count:
             slot = self._residents.take(Kind.KV, domain)
@@ -77,6 +84,10 @@ class GrantBook:
             made.append(granted)
         if made:
             self._by_connection[connection] = own + len(made)
+            self._by_group[group] += len(made)
+        if len(made) < least:
+            self._end(made, GrantEvent.GIVE_BACK)
+            return []
         return made
 
     def redeem(self, connection: int, numbers: Iterable[int], domain: bytes) -> list[int | None]:
@@ -90,6 +101,7 @@ class GrantBook:
                 continue
             granted.state = _FILLED
             del self._held[number]
+            self._by_group[self._residents.group(domain)] -= 1
             slots.append(granted.slot)
         self._fewer(connection, len(slots) - slots.count(None))
         return slots
@@ -141,6 +153,7 @@ class GrantBook:
     def _out(self, granted: GrantedSlot, event: GrantEvent) -> None:
         GRANT_TABLE.move(granted, event, granted.number)
         del self._held[granted.number]
+        self._by_group[self._residents.group(granted.domain)] -= 1
         self._fewer(granted.connection, 1)
 
     def _fewer(self, connection: int, count: int) -> None:

@@ -123,6 +123,7 @@ class Attached:
 
     boot: BootId
     regions: tuple[Region, ...]
+    reserve_s: float  # how long reservations and slots granted in advance wait for their client
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,17 +211,18 @@ class Sealed:
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """The client puts block after block of this domain: it would like up to `count` slots more in
-    advance."""
+    advance; fewer than `least` are of no use, so there are none then."""
 
     call: int
     domain: bytes
     count: int
+    least: int
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """As many of them as it may have now, perhaps none. Nobody else gets them until it commits,
-    abandons them, or ends its connection."""
+    """As many of them as it may have now, perhaps none. Nobody else gets them until it commits
+    or gives them back, its connection ends, or `reserve_s` is over."""
 
     call: int
     slots: bytes

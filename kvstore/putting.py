@@ -54,10 +54,10 @@ async def put_batch(
     """A place or None for each object of `batch`, in order; all None when the store goes away.
 
     `reserved` holds the numbers of reservations that are open meanwhile; all of them are sealed or
-    given back when this ends, however it ends. `parent` and `first_block` as in `Reserve`."""
+    given back when this ends, however it ends. `parent` and `first_block` as in `Reserve`. Raises
+    `ValueError` for what no header can hold."""
     nothing: tuple[Place | None, ...] = (None,) * len(batch)
-    sources = [memoryview(payload).cast("B") for _, payload in batch]
-    digests = joined([digest for digest, _ in batch])
+    sources, digests = _checked(batch, parent, first_block, domain)
     ahead, region = connection.ahead, connection.arena.region(kind)
     fits = region is not None and all(0 < len(s) <= region.payload_bytes for s in sources)
     if fits and await ahead.ready(kind, domain, len(batch)):
@@ -100,6 +100,18 @@ async def put_batch(
         if unsealed:  # the store went away, or the caller was cancelled
             reserved -= unsealed
             connection.post(Abandon(tuple(unsealed)))
+
+
+def _checked(
+    batch: Sequence[tuple[Digest, Buffer]], parent: Digest, first_block: int, domain: bytes
+) -> tuple[list[memoryview], bytes]:
+    """The payloads, and the digests joined."""
+    if len(parent) != DIGEST_BYTES or len(domain) != 16:
+        raise ValueError(f"a digest has {DIGEST_BYTES} bytes and a domain tag 16")
+    if not 0 <= first_block < (1 << 32) - len(batch):
+        raise ValueError(f"a block number has 32 bits, got {first_block} and {len(batch)} blocks")
+    sources = [memoryview(payload).cast("B") for _, payload in batch]
+    return sources, joined([digest for digest, _ in batch])
 
 
 def joined(digests: Sequence[Digest]) -> bytes:

@@ -99,7 +99,7 @@ class Session:
             raise WireError("expected Attach with a namespace of 32 bytes first")
         self._namespace = attach.namespace
         state = self._store.state
-        attached = Attached(state.boot, state.residents.arena.regions)
+        attached = Attached(state.boot, state.residents.arena.regions, state.granted.reserve_s)
         send_with_descriptor(
             self._link.socket, self._token, self._frame_bytes, attached, self._descriptor
         )
@@ -128,8 +128,7 @@ class Session:
             case Commit():
                 self._commit(message)
             case Ahead():
-                slots = store.grant(self._number, message.domain, message.count)
-                self._link.post(Granted(message.call, pack_slots(slots)))
+                self._ahead(message)
             case GiveBack():
                 state.granted.give_back(self._number, message.grants)
             case OpenPrefix():
@@ -214,6 +213,12 @@ class Session:
             self._link.post(Sealed(message.call, pack_places(brought)))
 
         self._start(message.call, wait())
+
+    def _ahead(self, message: Ahead) -> None:
+        if len(message.domain) != 16:
+            raise WireError(f"a domain tag has 16 bytes, got {len(message.domain)}")
+        slots = self._store.grant(self._number, message.domain, message.count, message.least)
+        self._link.post(Granted(message.call, pack_slots(slots)))
 
     def _commit(self, message: Commit) -> None:
         facts = facts_of(self._namespace, message)

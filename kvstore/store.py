@@ -287,13 +287,15 @@ class Store:
             self.state.count.dropped += 1
         return reservation
 
-    def grant(self, connection: int, domain: bytes, count: int) -> list[tuple[int, int, int]]:
+    def grant(
+        self, connection: int, domain: bytes, count: int, least: int
+    ) -> list[tuple[int, int, int]]:
         """Slots for blocks of a domain in advance: number, offset and generation of each."""
         if self._queues[Kind.KV].locked():  # somebody waits for room
             return []
         residents = self.state.residents
         region, pool = residents.regions[Kind.KV], residents.pools[Kind.KV]
-        made = self.state.granted.make(connection, domain, count)
+        made = self.state.granted.make(connection, domain, count, least)
         return [(g.number, region.offset(g.slot), pool.generation(g.slot)) for g in made]
 
     def seal_all(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib.util
 import json
 import logging
+import os
+import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,8 @@ from headrace.core.deployment import Deployment
 from headrace.core.errors import ConfigError
 from headrace.core.ids import Digest, JobKey, RequestId
 from headrace.core.role import RoleSettings
-from headrace.kvstore import Kind, StoreClient, StoreSettings, embedded_valkey, run_store
+from headrace.kvstore import Kind, StoreClient, StoreSettings, ahead, embedded_valkey, run_store
+from headrace.kvstore.messages import Ahead
 
 TOKEN = "a cluster token of tests"
 
@@ -70,6 +75,37 @@ async def put(told: dict[str, Any]) -> None:
     await client.close()
 
 
+async def late(told: dict[str, Any]) -> None:
+    """Put block after block; stop as soon as the first question for slots in advance has left,
+    and when somebody lets this process go on, put some more."""
+    client = StoreClient(told["address"], TOKEN, bytes.fromhex(told["namespace"]))
+    assert await client.connect(10)
+    ahead.WAIT_S = 60.0  # else that time is over first, and the answer comes to nobody
+    connection, asked = client._connection, 0
+    assert connection is not None
+    submit, loop = connection.submit, asyncio.get_running_loop()
+
+    def watched(make: Any) -> Any:
+        nonlocal asked
+        if isinstance(make(0), Ahead):
+            asked += 1
+            if asked == 1:  # after the turn of the loop at whose end the question leaves
+                stop = partial(os.kill, os.getpid(), signal.SIGSTOP)
+                loop.call_soon(loop.call_soon, stop)
+        return submit(make)
+
+    connection.submit = watched
+    block, until = 0, 0
+    while not asked or block < until:
+        digests = [hashlib.sha256(b"late %d" % (block + at)).digest() for at in range(4)]
+        items = [(Digest(digest), bytes(3000)) for digest in digests]
+        await client.put(Kind.KV, items, first_block=block)
+        block += 4
+        until = until or (asked and block + 120)
+    say({"asked": asked})
+    await client.close()
+
+
 def hold_valkey(told: dict[str, Any]) -> None:
     """Start an embedded server and wait to be killed."""
     server = embedded_valkey(told["home"])
@@ -84,5 +120,7 @@ if __name__ == "__main__":
         sys.exit(serve(arguments))
     elif what == "put":
         asyncio.run(put(arguments))
+    elif what == "late":
+        asyncio.run(late(arguments))
     elif what == "valkey":
         hold_valkey(arguments)

@@ -54,7 +54,7 @@ async def attached(rig, things, name="plain"):
 
 
 async def granted(connection, count, domain=DOMAIN):
-    answer = await connection.ask(lambda call: Ahead(call, domain, count), Granted, 5.0)
+    answer = await connection.ask(lambda call: Ahead(call, domain, count, 0), Granted, 5.0)
     return unpack_slots(answer.slots)
 
 
