@@ -257,16 +257,16 @@ def _roles(
                 "boot_id": member.boot_id if member else "",
                 "build": member.build if member else "",
                 "address": member.address if member else "",
-                "requests": samples.get((Metric.REPLICA_REQUESTS, name)),
+                "requests": _count(samples.get((Metric.REPLICA_REQUESTS, name))),
                 # only decode replicas park anything
-                "parked": samples.get((Metric.REPLICA_PARKED, name))
+                "parked": _count(samples.get((Metric.REPLICA_PARKED, name)))
                 if role is Role.DECODE
                 else None,
                 "backlog_ms": samples.get((Metric.BACKLOG_MS, name)),
                 # a vision replica has no blocks: its 0 is not "none left"
                 "free_blocks": None
                 if role is Role.VISION
-                else samples.get((Metric.REPLICA_FREE_BLOCKS, name)),
+                else _count(samples.get((Metric.REPLICA_FREE_BLOCKS, name))),
             }
         )
     return rows
@@ -278,6 +278,10 @@ def _report(run: RunDir) -> dict[str, Any] | None:
         return report
     except (OSError, ValueError):
         return None
+
+
+def _count(value: float | None) -> int | None:
+    return None if value is None else int(value)  # a metric is a float, whatever it counts
 
 
 def _number(value: float | None) -> str:

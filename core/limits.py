@@ -50,6 +50,9 @@ class Limit:
         return value
 
     def _error(self, value: object, what: str) -> LimitExceeded:
+        if self.low == self.high:
+            only = f"only {self.name} = {_show(self.low)} is offered, got {_show(value)}"
+            return LimitExceeded(only, param=self.name)
         unit = f" ({self.unit})" if self.unit else ""
         low, high = (repr(x) if isinstance(x, int) else _show(x) for x in (self.low, self.high))
         return LimitExceeded(  # a bound is ours and shown whole, the value is a client's

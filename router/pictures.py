@@ -77,7 +77,10 @@ def read_image_part(part: Json, where: str, schemes: Schemes = DATA_ONLY) -> Jso
         if "http" in schemes:
             wanted = "images are taken as data:, http: and https: URLs only"
         else:
-            wanted = "images are taken as data: URLs only; other URLs are not fetched"
+            wanted = (
+                "images are taken as data: URLs only; other URLs are not fetched, since"
+                " router.fetch.hosts names no host"
+            )
         raise InvalidRequest(wanted, param=where)
     check_text(url, where)
     return {"type": "image_url", "image_url": {"url": url}}

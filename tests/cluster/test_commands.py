@@ -23,8 +23,10 @@ from rich.console import Console
 from headrace.cluster.chat import USAGE, attached_path, converse
 from headrace.cluster.cli import Doing
 from headrace.cluster.rundir import Phase, RunDir, RunState
+from headrace.cluster.session import machine_boot_id, read_process
 from headrace.cluster.status import Facts, collect, notes_of, store_table, table
 from headrace.core.errors import ConfigError
+from headrace.core.metrics import Metric
 
 HEADRACE = Path(sys.executable).parent / "headrace"
 
@@ -85,6 +87,42 @@ def test_status_of_a_failed_start_shows_its_reason_and_no_address(failed_run: Ru
     # Nothing runs, and what the configuration wants is named all the same.
     wanted = "vision 0 of 0, prefill 0 of 1, decode 0 of 2, router 0 of 1"
     assert pool_line(collect(failed_run)) == f"pools: {wanted} ready"
+
+
+def test_counts_of_replicas_are_integers(failed_run: RunDir) -> None:
+    names = ("requests", "parked", "free_blocks", "backlog_ms")
+    metrics = (Metric.REPLICA_REQUESTS, Metric.REPLICA_PARKED)
+    metrics += (Metric.REPLICA_FREE_BLOCKS, Metric.BACKLOG_MS)
+    lines = [f'{m}{{replica="decode-0"}} 1024.0\n' for m in metrics]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write("".join(lines).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    sid = os.getsid(0)
+    first = read_process(sid)  # the session of the tests stands for that of the run
+    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        running = replace(
+            state(Phase.READY, url=f"http://127.0.0.1:{http.server_port}"),
+            pid=os.getpid(),
+            sid=sid,
+            started_ticks=first.started_ticks if first else 0,
+            boot_id=machine_boot_id(),
+        )
+        failed_run.write_state(running)
+        roles = {role["name"]: role for role in collect(failed_run)["roles"]}
+        http.shutdown()
+        thread.join()
+    shown = json.dumps([roles["decode-0"][name] for name in names])
+    assert shown == "[1024, 1024, 1024, 1024.0]"  # a time is none
+    assert roles["decode-1"]["requests"] is None
 
 
 def pool_line(view: dict[str, Any]) -> str:

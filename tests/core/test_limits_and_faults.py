@@ -34,6 +34,16 @@ def test_values_outside_are_refused_with_bound_and_name(value: object) -> None:
     assert len(e.value.message) < 150  # a 400-digit number is not echoed
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"), [(2, "2"), (0, "0"), ("1", "a string of 1 characters")]
+)
+def test_a_limit_of_one_value_names_it(value: object, shown: str) -> None:
+    with pytest.raises(LimitExceeded) as e:
+        Limit("n", 1, 1, "choices").integer(value)
+    assert (e.value.message, e.value.param) == (f"only n = 1 is offered, got {shown}", "n")
+    assert Limit("n", 1, 1).integer(1) == 1
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, 2.1, 10**400, "1", True])
 def test_numbers_must_be_finite_and_inside(value: object) -> None:
     with pytest.raises(LimitExceeded, match="between 0 and 2"):

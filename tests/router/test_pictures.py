@@ -17,7 +17,7 @@ from headrace.core.images import ImageSpan
 from headrace.core.limits import ImageLimits
 from headrace.core.request import GenRequest
 from headrace.core.rows import Geometry
-from headrace.router.pictures import open_files
+from headrace.router.pictures import DATA_ONLY, WITH_FETCH, Schemes, open_files, read_image_part
 from headrace.router.policy import size_up
 from headrace.router.sight import spans_needed, two_rings
 
@@ -80,6 +80,24 @@ def test_a_picture_goes_to_the_same_two_wherever_it_is_asked_from() -> None:
     assert min(first) > 15  # 40 each on average
     assert two_rings(digest(0), ["only"]) == ["only"]
     assert two_rings(digest(0), []) == []
+
+
+@pytest.mark.parametrize(
+    ("schemes", "url", "said"),
+    [
+        (DATA_ONLY, "https://a.example/b.png", "since router.fetch.hosts names no host"),
+        (DATA_ONLY, "HTTP://a.example/b.png", "since router.fetch.hosts names no host"),
+        (WITH_FETCH, "ftp://a.example/b.png", "as data:, http: and https: URLs only"),
+    ],
+)
+def test_a_url_that_is_not_taken_names_what_would_take_it(
+    schemes: Schemes, url: str, said: str
+) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    with pytest.raises(InvalidRequest) as refused:
+        read_image_part(part, "messages[0].content[1]", schemes)
+    assert refused.value.message.endswith(said)
+    assert refused.value.param == "messages[0].content[1]"
 
 
 @pytest.mark.redis
