@@ -68,9 +68,14 @@ class Forward:
 
     def judge(self, case: Case) -> bool:
         """Whether greedy decoding answers word for word."""
+        said, answer = self.said(case)
+        return said == answer
+
+    def said(self, case: Case) -> tuple[list[int], list[int]]:
+        """The likeliest token after each begin of the wanted answer, and that answer's tokens."""
         document = conversation(case.task.turns, case.task.system)
         ids, _ = self.encoder.encode(document)
         answer = self.encoder.ids(str(document.pieces[-1].content))
         logits = self.logits(ids, case.picture)
         said = logits[len(ids) - len(answer) - 1 : -1].argmax(-1)
-        return said.tolist() == answer
+        return said.tolist(), answer

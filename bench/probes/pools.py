@@ -190,10 +190,14 @@ class Pools:
 
     def right(self, prompt: Prompt, answer: Answer) -> bool:
         """Whether it ended by itself, word for word as wanted."""
-        if answer.tokens[-1:] != [self.config.eos_token_id]:
-            return False
-        said = self.tokenizer.decode(answer.tokens[:-1], skip_special_tokens=False)
-        return str(said) == prompt.wanted
+        ended = answer.tokens[-1:] == [self.config.eos_token_id]
+        return ended and self.text(answer) == prompt.wanted
+
+    def text(self, answer: Answer) -> str:
+        """What was said, without the token that ends an answer."""
+        ended = answer.tokens[-1:] == [self.config.eos_token_id]
+        said = answer.tokens[:-1] if ended else answer.tokens
+        return str(self.tokenizer.decode(said, skip_special_tokens=False))
 
     def picture_rows(self, prompt: Prompt) -> dict[Digest, bytes]:
         for span, data in zip(prompt.spans, prompt.pictures, strict=True):

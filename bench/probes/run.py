@@ -7,7 +7,9 @@
 Without caches one forward over prompt and answer decides: greedy decoding gives exactly the wanted
 answer iff every token of it is the most likely one after those before. `--engine` and `--url`
 generate; `--forward` beside them says in how many cases the forward judges as they answered.
-`--out` is written after every cell.
+`--out` is written after every cell. The last lines are totals, by probe and in all. `--show-wrong`
+prints the end of the question, the wanted answer and the one got; of the forward that is the
+likeliest token after each begin of the wanted answer, so it may read oddly.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import time
 import urllib.error
 import urllib.request
 from base64 import b64encode
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from forward import Forward
@@ -33,12 +37,36 @@ from headrace.model.training.chat import IMAGE
 
 ANSWER_TOKENS = 160
 DEADLINE_S = 300
+TAIL_CHARS = 200  # of a question that was answered wrongly
+
+
+@dataclass(frozen=True)
+class Got:
+    """An answer, and whether it is the wanted one word for word."""
+
+    right: bool
+    text: str
 
 
 class Asked(Protocol):
-    """Whether each case was answered word for word."""
+    """Something that answers."""
 
-    def right(self, cases: Sequence[Case]) -> list[bool]: ...
+    def got(self, cases: Sequence[Case]) -> list[Got]: ...
+
+
+class ForwardRun:
+    """The forward without caches."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def got(self, cases: Sequence[Case]) -> list[Got]:
+        found = []
+        for case in cases:
+            said, wanted = self._forward.said(case)
+            text = self._forward.encoder.tokenizer.decode(said, skip_special_tokens=False)
+            found.append(Got(said == wanted, str(text)))
+        return found
 
 
 class EngineRun:
@@ -50,10 +78,13 @@ class EngineRun:
         self._pools = Pools(model, numerics)
         self._keep_tokens = self._pools.geometry.keep_for(keep_tokens)
 
-    def right(self, cases: Sequence[Case]) -> list[bool]:
+    def got(self, cases: Sequence[Case]) -> list[Got]:
         prompts = [self._pools.prompts(case)[-1] for case in cases]
         answers = self._pools.cold(prompts, self._keep_tokens)
-        return [self._pools.right(p, a) for p, a in zip(prompts, answers, strict=True)]
+        return [
+            Got(self._pools.right(p, a), self._pools.text(a))
+            for p, a in zip(prompts, answers, strict=True)
+        ]
 
 
 class ServerRun:
@@ -63,9 +94,9 @@ class ServerRun:
         self._url, self._key, self._model = url.rstrip("/"), key, model
         self._threads = ThreadPoolExecutor(at_once)
 
-    def right(self, cases: Sequence[Case]) -> list[bool]:
+    def got(self, cases: Sequence[Case]) -> list[Got]:
         answers = self._threads.map(self.answer, cases)
-        return [a == case.task.answer for a, case in zip(answers, cases, strict=True)]
+        return [Got(a == case.task.answer, a) for a, case in zip(answers, cases, strict=True)]
 
     def answer(self, case: Case) -> str:
         messages: list[dict[str, object]] = []
@@ -106,6 +137,32 @@ def content(text: str, case: Case) -> object:
     return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": words}]
 
 
+def totals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Lines with the right of the asked: of each probe, P2 before P10, and of all."""
+    asked: Counter[str] = Counter()
+    right: Counter[str] = Counter()
+    for row in rows:
+        asked[row["probe"]] += row["n"]
+        right[row["probe"]] += row["right"]
+    order = sorted(asked, key=lambda probe: (int(probe.removeprefix("P")), probe))
+    lines = [", ".join(f"{probe} {right[probe]}/{asked[probe]}" for probe in order)]
+    return [*lines, f"right {right.total()} of {asked.total()}"]
+
+
+def wrong_answers(cases: Sequence[Case], got: Sequence[Got]) -> list[str]:
+    """Lines that show each wrong answer: the question's end, the wanted answer, the one got."""
+    lines = []
+    for case, one in zip(cases, got, strict=True):
+        if not one.right:
+            tail = str(case.task.turns[-1].user)[-TAIL_CHARS:]
+            lines += [
+                f"  {case.probe} {case.cell}, case {case.number}: ... {tail!r}",
+                f"    wanted {case.task.answer!r}",
+                f"    got    {one.text!r}",
+            ]
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -123,27 +180,33 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2, help="requests of --url under way")
     parser.add_argument("--forward", action="store_true", help="judge by the forward as well")
     parser.add_argument("--without-engram", action="store_true", help="forward: tables of zeros")
+    parser.add_argument("--show-wrong", action="store_true", help="questions, wanted and got")
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
     torch.set_num_threads(1)
     cells: dict[tuple[str, str], list[Case]] = {}
     for case in (long_cases if a.long else all_cases)(a.cases, a.probes):
         cells.setdefault((case.probe, case.cell), []).append(case)
-    asked: Asked | None = None
+    forward = (
+        Forward(a.model, without_engram=a.without_engram)
+        if a.forward or not (a.engine or a.url)
+        else None
+    )
+    asked: Asked
     if a.engine:
         asked = EngineRun(a.model, a.numerics, a.keep)
     elif a.url:
         asked = ServerRun(a.url, a.key, a.model, a.at_once)
-    forward = None
-    if asked is None or a.forward:
-        forward = Forward(a.model, without_engram=a.without_engram)
+    else:
+        assert forward is not None
+        asked = ForwardRun(forward)
     began, rows = time.monotonic(), []
     for number, ((probe, cell), own) in enumerate(cells.items(), 1):
-        judged = None if forward is None else [forward.judge(case) for case in own]
-        right = judged if asked is None else asked.right(own)
-        assert right is not None
-        row: dict[str, object] = {"probe": probe, "cell": cell, "n": len(own), "right": sum(right)}
-        if judged is not None and asked is not None:
+        got = asked.got(own)
+        right = [one.right for one in got]
+        row: dict[str, Any] = {"probe": probe, "cell": cell, "n": len(own), "right": sum(right)}
+        if forward is not None and (a.engine or a.url):
+            judged = [forward.judge(case) for case in own]
             row["as_forward"] = sum(x == y for x, y in zip(right, judged, strict=True))
         rows.append(row)
         if a.out:
@@ -154,6 +217,9 @@ def main() -> None:
             f"    ({number} of {len(cells)} cells, {time.monotonic() - began:.0f} s)",
             flush=True,
         )
+        if a.show_wrong:
+            print(*wrong_answers(own, got), sep="\n", end="\n" if sum(right) < len(own) else "")
+    print(*totals(rows), sep="\n")
 
 
 if __name__ == "__main__":
