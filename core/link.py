@@ -52,13 +52,14 @@ class Link:
         self._received = bytearray()  # read from the socket and not yet a whole frame
         self._posted: list[bytes] = []  # frames that leave when this turn of the loop ends
         self._posted_bytes = 0
+        self._finished = False
         self.closed = False
 
     async def send(self, message: Any) -> None:
         """Send one message; returns when the socket buffer took it.
 
         Raises `ConnectionError` when the peer is gone or took nothing for `send_s`."""
-        if self.closed or self._writer.is_closing():
+        if self.closed or self._finished or self._writer.is_closing():
             raise ConnectionResetError("the link is closed")
         frame = self._codec.encode(self._table.encode(message))
         action = faults.hit("link.send")
@@ -66,7 +67,9 @@ class Link:
             return
         async with self._send_lock:
             self._flush()
-            if self._writer.is_closing():  # while we waited for our turn; uvloop would raise
+            if (
+                self._finished or self._writer.is_closing()
+            ):  # while we waited for our turn; uvloop would raise
                 raise ConnectionResetError("the link is closed")
             self._writer.write(frame if action != "duplicate" else frame * 2)
             try:
@@ -83,7 +86,7 @@ class Link:
         `unsent_bytes` untaken is cut off, so that a stopped one costs bounded memory."""
         # Small frames of one turn of the loop leave together: a system call costs more than they.
         # is_closing: the peer may be gone before our reader knows, and uvloop then raises.
-        if not self.closed and not self._writer.is_closing():
+        if not self.closed and not self._finished and not self._writer.is_closing():
             frame = self._codec.encode(self._table.encode(message))
             if not self._posted:
                 asyncio.get_running_loop().call_soon(self._flush)
@@ -116,7 +119,10 @@ class Link:
         except TimeoutError:
             self.abort()
             raise WireError("a frame was not complete in time") from None
-        except (asyncio.IncompleteReadError, ConnectionError, OSError):
+        except asyncio.IncompleteReadError:
+            self._take_leave()
+            return None
+        except (ConnectionError, OSError):
             self.abort()
             return None
         except WireError:
@@ -160,6 +166,28 @@ class Link:
     async def __aiter__(self) -> AsyncIterator[Any]:
         while (message := await self.receive()) is not None:
             yield message
+
+    def finish(self) -> None:
+        """Send nothing more, which the peer sees as this link's end, and go on receiving until it
+        closes its own: so that nothing that it had sent is lost. Idempotent."""
+        if not self.closed and not self._finished and not self._writer.is_closing():
+            self._flush()
+            self._finished = True
+            with contextlib.suppress(OSError):  # the peer is gone already
+                self._writer.write_eof()
+
+    def _take_leave(self) -> None:
+        """The peer sends no more, but may still read: what was posted goes out within `send_s`."""
+        if self.closed:
+            return
+        self._flush()
+        transport = self._writer.transport
+        if not transport.get_write_buffer_size():
+            self.abort()
+            return
+        self.closed = True
+        self._writer.close()
+        asyncio.get_running_loop().call_later(self._limits.send_s, transport.abort)
 
     def abort(self) -> None:
         """Close at once, dropping what was not yet sent. Idempotent."""

@@ -98,7 +98,7 @@ class Stock:
             self._ask(count)
             if self._asked is not None:
                 await asyncio.wait((self._asked,), timeout=WAIT_S)
-            good = domain == self._domain and self._holds(count)
+            good = domain == self._domain and self._asker.open and self._holds(count)
         if not good and domain == self._domain:
             self.give_back()
         return good

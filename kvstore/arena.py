@@ -140,6 +140,15 @@ class Arena:
         """From here on no reader believes what lies in this slot."""
         self.header(region, slot)[:] = _BLANK
 
+    def shows(self, place: Place, namespace: bytes, digest: Digest) -> bool:
+        """Whether the header at `place` is whole and tells of this object there: then `read`
+        believes it, if the payload verifies."""
+        found = self.locate(place.offset)
+        if found is None:
+            return False
+        header = self.header(*found).tobytes()
+        return _is(header, *found, place, namespace, digest) and header_is_whole(header)
+
     def read(self, place: Place, namespace: bytes, digest: Digest, dest: Buffer | None) -> Reading:
         """Verify the object at `place` and copy it into `dest` (None: verify only).
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from headrace.kvstore.objects import PENDING
 from headrace.kvstore.residents import StoreDamaged
+from headrace.kvstore.settings import Kind
 
 if TYPE_CHECKING:
     from headrace.kvstore.state import StoreState
@@ -21,6 +22,7 @@ def check_books(state: StoreState) -> None:
         raise StoreDamaged(f"{len(state.reserving)} reservations in {reserved} slots")
     if len(set(granted)) != len(granted):
         raise StoreDamaged("a slot was granted twice")
+    _check_groups(state)
     held = {e for owner in state.leases.owners() for e in state.leases.entries(owner)}
     if held != {e for e in state.objects.values() if e.leases}:
         raise StoreDamaged("leases and leased objects differ")
@@ -33,3 +35,17 @@ def check_books(state: StoreState) -> None:
         raise StoreDamaged("objects that wait to be saved and those counted differ")
     if any(e.pins < 0 for e in state.objects.values()):
         raise StoreDamaged("an object was unpinned twice")
+
+
+def _check_groups(state: StoreState) -> None:
+    """Every slot is counted as the domain's that has it; what is being loaded is counted, too."""
+    residents, blocks = state.residents, state.residents.orders.get(Kind.KV)
+    if blocks is None:
+        return
+    domains = [
+        e.facts.domain for e in state.objects.values() if e.kind is Kind.KV and e.slot is not None
+    ]
+    found = Counter(residents.group(domain) for domain in [*domains, *state.granted.domains()])
+    for group, taken in enumerate(blocks.taken):
+        if found[group] > taken:
+            raise StoreDamaged(f"group {group}: {taken} slots counted, {found[group]} found")

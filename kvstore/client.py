@@ -297,10 +297,10 @@ class StoreClient:
         domain: str | bytes = "",
     ) -> tuple[Place | None, ...]:
         """Store objects; one answer an item, in order: where it is readable now, or None where it
-        was dropped (no room, the store away).
+        was dropped (no room, the store known to be away).
 
-        Blocks put in a row go into slots that this client holds in advance: they are readable at
-        their places when this returns, and found by digest a moment later (decisions/0019).
+        Blocks put in a row go into slots held in advance: readable at their places at once, found
+        by digest when the store hears of them. One that died has them in no later life (0019).
 
         An item is the object's own digest and its payload, which must not change until this
         returns. An object that is there already is answered with its place; the first writer's

@@ -143,6 +143,11 @@ class GrantBook:
         twins = [slot for kept in self._twins.values() for slot, _ in kept]
         return [granted.slot for granted in self._held.values()] + twins
 
+    def domains(self) -> list[bytes]:
+        """The domain of every slot that is granted or holds a twin."""
+        twins = [domain for kept in self._twins.values() for _, domain in kept]
+        return [granted.domain for granted in self._held.values()] + twins
+
     def _end(self, ending: Iterable[GrantedSlot], event: GrantEvent) -> int:
         gone = list(dict.fromkeys(ending))
         for granted in gone:

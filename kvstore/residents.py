@@ -97,6 +97,10 @@ class Residents:
     def enter(self, entry: Entry, slot: int) -> None:
         """A reserved slot holds this object's payload now; its header makes it readable."""
         self.enter_written((entry,), (slot,))
+        self.show(entry, slot)
+
+    def show(self, entry: Entry, slot: int) -> None:
+        """Write the header of an object in its slot."""
         at = (ARENA_SEGMENT, slot, entry.generation)
         header = pack_slot_header(entry.facts, entry.checksum, *at, entry.written_at_s)
         self.arena.header(self.regions[entry.facts.kind], slot)[:] = header

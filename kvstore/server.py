@@ -47,6 +47,7 @@ _MANY = 10_000  # objects found at start that the collector need not look at aga
 _READ_THREADS = 8  # some verify while others keep the disk busy
 _WRITE_THREADS = 4
 _SCRAPE_S = 2.0  # a scrape gets what there is by then
+_LEAVE_S = 1.0  # for clients to see that the store ends
 
 
 async def run_store(
@@ -60,9 +61,9 @@ async def run_store(
 ) -> None:
     """Serve one host's store on `role.listen` (a unix socket) until `stop` is set.
 
-    At `stop` sealed objects get `drain_s` to become durable; when cancelled they do not. Raises
-    `ConfigError` when another process owns the directory or the socket, or memory or disk cannot be
-    taken. Redis may be absent, empty or frozen at any time."""
+    At `stop` what clients have put is still taken, and sealed objects get `drain_s` to become
+    durable; when cancelled neither. Raises `ConfigError` when another process owns the directory or
+    socket, or memory or disk cannot be had. Redis may be absent, empty or frozen at any time."""
     faults.arm_from_environment(loopback_only=role.on_loopback)
     scheme, path, _ = parse_address(role.listen)
     if scheme != "unix":
@@ -229,7 +230,7 @@ async def _serve(
         if not stop.is_set():
             for task in done:
                 task.result()  # raises what ended it: a store without its writer must not go on
-        await _stop_serving(server, links)
+        await _take_leave(server, links, store)
         writer.stop()
         await asyncio.wait(
             {task for task in tasks if task.get_name() == "store-writer"},
@@ -246,6 +247,22 @@ async def _serve(
         await publisher.close()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(parse_address(address)[1])
+
+
+async def _take_leave(server: asyncio.Server, links: set[Link], store: Store) -> None:
+    """Say nothing more to anybody, and hear out what clients have put already: they promised it.
+    Each ends its link when it sees ours end."""
+    server.close()
+    store.state.granted.closed = True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LEAVE_S):
+            while links:
+                for link in tuple(links):  # some may have been accepted just now
+                    link.finish()
+                await asyncio.sleep(0.005)
+    if links:
+        log.warning("%d clients did not see in time that the store ends", len(links))
+    await _stop_serving(server, links)
 
 
 async def _stop_serving(server: asyncio.Server, links: set[Link]) -> None:

@@ -238,6 +238,10 @@ class Writer:
             memory = arena.slot(region, entry.slot)
             if checksum(memory[: entry.facts.payload_bytes]) != entry.checksum:
                 continue
+            at = self._state.place(entry)
+            if at is not None and not arena.shows(at, entry.facts.namespace, entry.facts.digest):
+                # Its client wrote another than it told: nobody could read it, nor put it anew.
+                self._state.residents.show(entry, entry.slot)
             header = SlotHeader(entry.facts, entry.checksum, 0, 0, 0, entry.written_at_s)
             moves.append(SlotMove(place, memory))
             headers.append(header)

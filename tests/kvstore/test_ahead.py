@@ -337,6 +337,38 @@ async def test_bytes_under_another_checksum_are_not_written_to_disk(rig, things,
     assert await client.open_prefix([things.digest(1)], None) == ()
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("wrong", ["blank", "another's", "an older generation"])
+async def test_a_header_that_its_client_got_wrong_is_written_anew(rig, things, when_idle, wrong):
+    await rig.start()
+    client = await rig.client()
+    async with attached(rig, things) as writer:
+        (slot,) = await granted(writer, 1)
+        number, generation = (8 if wrong == "another's" else 7), slot[2] - (wrong[:3] == "an ")
+        at = (slot[0], slot[1], generation)
+        fill(writer, things, at, number, things.payload(7), header=wrong != "blank")
+        assert await committed(writer, things, 7, slot, checksum(things.payload(7)))
+        await when_idle(client)  # on disk
+        (place,) = await client.put(Kind.KV, things.blocks(7))
+        assert read(client, place, things.digest(7)) == things.payload(7)
+    stat = await when_idle(client)
+    assert (stat.damaged, stat.blocks, stat.ssd_objects) == (0, 1, 1)
+    await rig.restart()
+    (place,) = await client.open_prefix([things.digest(7)], None)
+    assert read(client, place, things.digest(7)) == things.payload(7)
+
+
+async def test_a_question_with_no_domain_ends_its_connection_alone(rig, things):
+    await rig.start()
+    client = await rig.client()
+    rude = await attach(rig.role.listen, TOKEN, "rude", things.namespace, WireLimits())
+    serving = asyncio.create_task(rude.serve())
+    rude.post(Ahead(7, b"x", 4, 0))
+    await asyncio.wait_for(serving, 10)
+    stat = await client.stat()
+    assert (rude.open, stat.connections, stat.granted) == (False, 1, 0)
+
+
 async def test_what_is_known_already_is_not_copied_again(rig, things, monkeypatch):
     """A client whose blocks are all there asks before it copies, and gets the old places."""
     monkeypatch.setattr(ahead, "IN_A_ROW", 0)
@@ -350,42 +382,3 @@ async def test_what_is_known_already_is_not_copied_again(rig, things, monkeypatc
     for places, items in zip(again, blocks, strict=True):
         for place, (digest, payload) in zip(places, items, strict=True):
             assert read(client, place, digest) == payload
-
-
-async def test_a_client_that_closes_leaves_nothing_unsaid(rig, things, monkeypatch, when_idle):
-    monkeypatch.setattr(ahead, "IN_A_ROW", 0)
-    await rig.start()
-    reader = await rig.client()
-    for round_ in range(10):
-        writer = await rig.client()
-        numbers = range(round_ * 16, round_ * 16 + 16)
-        places = await writer.put(Kind.KV, things.blocks(*numbers[:8]), lease=things.lease())
-        places += await writer.put(Kind.KV, things.blocks(*numbers[8:]), lease=things.lease())
-        await writer.close()
-        assert None not in places
-        found = await reader.open_prefix([things.digest(n) for n in numbers], None)
-        assert found == places
-    assert (await when_idle(reader)).leased_objects == 160
-
-
-async def test_puts_of_many_domains_take_turns(rig, things, monkeypatch, when_idle):
-    monkeypatch.setattr(ahead, "IN_A_ROW", 0)
-    await rig.start()
-    client = await rig.client()
-
-    async def stream(number: int) -> None:
-        for begin in range(number * 40, number * 40 + 40, 4):
-            items = things.blocks(*range(begin, begin + 4))
-            places = await client.put(
-                Kind.KV,
-                items,
-                lease=things.lease(f"{number}"),
-                wait_s=9.0,
-                domain=f"d{number // 2}",
-            )
-            for place, (digest, payload) in zip(places, items, strict=True):
-                assert read(client, place, digest) == payload
-
-    await asyncio.gather(*(stream(number) for number in range(4)))
-    stat = await when_idle(client)
-    assert (stat.blocks, stat.granted, stat.refused, stat.damaged) == (160, 0, 0, 0)

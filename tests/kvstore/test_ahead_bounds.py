@@ -16,7 +16,7 @@ import pytest
 from headrace.core.deployment import Deployment
 from headrace.core.errors import ConfigError
 from headrace.core.limits import LeaseTimes
-from headrace.kvstore import Kind
+from headrace.kvstore import Kind, ahead
 from headrace.kvstore.policy import DomainShare
 
 PROCESS = Path(__file__).with_name("store_process.py")
@@ -166,3 +166,116 @@ async def test_a_domain_grants_a_sixteenth_of_its_most(rig, things):
 def test_the_time_for_which_slots_wait_has_bounds(reserve_s):
     with pytest.raises(ConfigError, match="connection_reserve_s.*1.0.*3600.0.*got"):
         Deployment(leases=LeaseTimes(connection_reserve_s=reserve_s))
+
+
+@pytest.mark.parametrize("step", [8, 1])
+async def test_an_orderly_stop_keeps_all_that_was_answered(rig, things, step):
+    """A store that ends amid a stream of puts into slots held in advance."""
+    await rig.start(arena_bytes=16 << 20, ssd_bytes=24 << 20, segment_bytes=4 << 20)
+    writer = await rig.client()
+    answered = 0
+    stopping = None
+    while answered < 2400:
+        begin = answered
+        places = await put_row(writer, things, begin, begin + step, step)
+        if None in places:
+            break
+        answered += step
+        if answered >= 400 and stopping is None and len(writer._connection.ahead) > step:
+            stopping = asyncio.create_task(rig.stop())
+    assert stopping is not None and None in places
+    await stopping
+    await rig.start()
+    reader = await rig.client()
+    found = await reader.open_objects(Kind.KV, [things.digest(n) for n in range(answered)], None)
+    assert found.count(None) == 0 and len(found) == answered
+    for number in range(max(0, answered - 64), answered):
+        assert read(reader, found[number], things.digest(number)) == things.payload(number)
+
+
+@pytest.mark.fault
+async def test_a_client_that_does_not_see_the_end_holds_it_up_for_a_moment(rig, things):
+    """Stopped while the store ends: what it had sent is kept, and the store ends all the same."""
+    await rig.start()
+    client = await rig.client()
+    told = {"address": rig.role.listen, "namespace": things.namespace.hex()}
+    late = subprocess.Popen(
+        [sys.executable, "-P", str(PROCESS), "late", json.dumps(told)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        while not is_stopped(late.pid):
+            await asyncio.sleep(0.01)
+        assert (await client.stat()).connections == 2
+        await asyncio.wait_for(rig.stop(), 10)
+        assert is_stopped(late.pid)
+        late.send_signal(signal.SIGCONT)
+        line = await asyncio.to_thread(late.stdout.readline)
+        assert json.loads(line)["asked"] >= 1  # its puts end as misses, and itself
+    finally:
+        late.kill()
+        late.wait(10)
+        late.stdin.close()
+        late.stdout.close()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"first_block": 1 << 32},
+        {"first_block": (1 << 32) - 8},
+        {"first_block": -1},
+        {"domain": b"x"},
+        {"parent": b"x"},
+    ],
+)
+async def test_a_put_of_what_no_header_holds_loses_no_slots(rig, things, told):
+    await rig.start()
+    client = await rig.client()
+    await put_row(client, things, 0, 80)
+    held = len(client._connection.ahead)
+    assert held > 0
+    with pytest.raises(ValueError, match="bytes|bits"):
+        await client.put(Kind.KV, things.blocks(*range(80, 88)), **told)
+    assert (client.connected, len(client._connection.ahead)) == (True, held)
+    assert None not in await put_row(client, things, 88, 96)
+
+
+async def test_a_client_that_closes_leaves_nothing_unsaid(rig, things, monkeypatch, when_idle):
+    monkeypatch.setattr(ahead, "IN_A_ROW", 0)
+    await rig.start()
+    reader = await rig.client()
+    for round_ in range(10):
+        writer = await rig.client()
+        numbers = range(round_ * 16, round_ * 16 + 16)
+        places = await writer.put(Kind.KV, things.blocks(*numbers[:8]), lease=things.lease())
+        places += await writer.put(Kind.KV, things.blocks(*numbers[8:]), lease=things.lease())
+        await writer.close()
+        assert None not in places
+        found = await reader.open_prefix([things.digest(n) for n in numbers], None)
+        assert found == places
+    assert (await when_idle(reader)).leased_objects == 160
+
+
+async def test_puts_of_many_domains_take_turns(rig, things, monkeypatch, when_idle):
+    monkeypatch.setattr(ahead, "IN_A_ROW", 0)
+    await rig.start()
+    client = await rig.client()
+
+    async def stream(number: int) -> None:
+        for begin in range(number * 40, number * 40 + 40, 4):
+            items = things.blocks(*range(begin, begin + 4))
+            places = await client.put(
+                Kind.KV,
+                items,
+                lease=things.lease(f"{number}"),
+                wait_s=9.0,
+                domain=f"d{number // 2}",
+            )
+            for place, (digest, payload) in zip(places, items, strict=True):
+                assert read(client, place, digest) == payload
+
+    await asyncio.gather(*(stream(number) for number in range(4)))
+    stat = await when_idle(client)
+    assert (stat.blocks, stat.granted, stat.refused, stat.damaged) == (160, 0, 0, 0)
