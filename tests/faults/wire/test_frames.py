@@ -103,8 +103,12 @@ def first(kind: str, towards: str = "") -> Any:
     )
 
 
-def third_tokens(seen: Any) -> bool:
-    return seen.kind == "TokenBatch" and any(i.first_index == 2 for i in seen.message.items)
+def later_tokens(seen: Any) -> bool:
+    """A frame with tokens from the third on. Whoever has its last one in it, whichever request that
+    is, would hear no more: a decode that says nothing ends at the deadline."""
+    if seen.kind != "TokenBatch" or any(i.finish is not None for i in seen.message.items):
+        return False
+    return any(i.first_index >= 2 for i in seen.message.items)
 
 
 def product(mode: str) -> str:
@@ -135,7 +139,7 @@ async def each_meets(
 def one_of_each(mode: str) -> list[Any]:
     return [
         *(first("PrefillJob"), first("BlocksReady"), first(product(mode)), first("HandoffAck")),
-        *(first("PrefillDone", "decode"), first("PrefillDone", "router"), third_tokens),
+        *(first("PrefillDone", "decode"), first("PrefillDone", "router"), later_tokens),
         *(first("PrefillProgress"), first("BindDecode")),
     ]
 
