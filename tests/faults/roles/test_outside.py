@@ -102,7 +102,8 @@ async def test_redis_frozen_in_a_handoff(
     await kinds.Scenario(load, [frozen, go_on], [service.pulse]).run()
 
 
-@pytest.mark.parametrize("rows_before", [640, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow  # by default tests/cluster/live/test_2_pools.py stops a store under load
+@pytest.mark.parametrize("rows_before", [640, 0])
 async def test_a_store_that_stops_in_the_middle(
     cluster_with_store_process: Any, yardstick: Any, prompt: Any, kinds: Any, rows_before: int
 ) -> None:

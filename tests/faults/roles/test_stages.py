@@ -116,11 +116,12 @@ STEPS = {
 }
 
 
-# Every step, by default with one kind of fault each. More kills are in tests/flow/roles/
-# test_{lost,resume}.py.
+# By default one kind of fault each. More kills are in tests/flow/roles/test_{lost,resume}.py, and
+# tests/cluster/live/test_2_pools.py stops every pool under load.
 KILLS = ("prefill, in the middle of sending", "decode, in the middle of receiving")
+SLOW_STOPS = (*KILLS, "prefill, before the ack", "decode, before it accepts")
 CASES = [
-    *(pytest.param(s, "stop", marks=pytest.mark.slow if s in KILLS else []) for s in STEPS),
+    *(pytest.param(s, "stop", marks=pytest.mark.slow if s in SLOW_STOPS else []) for s in STEPS),
     *((step, "kill") for step in KILLS),
 ]
 
