@@ -67,9 +67,8 @@ class Link:
             return
         async with self._send_lock:
             self._flush()
-            if (
-                self._finished or self._writer.is_closing()
-            ):  # while we waited for our turn; uvloop would raise
+            # While we waited for our turn; uvloop would raise.
+            if self._finished or self._writer.is_closing():
                 raise ConnectionResetError("the link is closed")
             self._writer.write(frame if action != "duplicate" else frame * 2)
             try:

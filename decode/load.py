@@ -37,16 +37,9 @@ def read_verified(store: StoreClient, place: Place, digest: Digest, n_bytes: int
     The store's reader verified what it copied; the copy is summed once more just before it is used
     (2 us a block), so that nothing between the two, such as the fault point here, can slip
     through. From any thread; no input or output but memory."""
-    if place.payload_bytes != n_bytes:
-        return None
     buffer = bytearray(n_bytes)
-    if not store.read_into(place, digest, buffer):
-        return None
-    if faults.hit("decode.load") == "flip":
-        buffer[n_bytes // 2] ^= 1
-    if xxhash.xxh3_64_intdigest(buffer) != place.checksum:
-        return None
-    return bytes(buffer)
+    good = _read_whole(store, place, digest, memoryview(buffer), faults.hit("decode.load"))
+    return bytes(buffer) if good else None
 
 
 def load_blocks(
@@ -64,15 +57,16 @@ def load_blocks(
         action = faults.hit("decode.load")
         with filling(index) as writer:
             if writer is not None:
-                writer.complete = _read_block(store, place, digest, writer.view, action)
+                writer.complete = _read_whole(store, place, digest, writer.view, action)
         done.append(writer is not None and writer.complete)
     return done
 
 
-def _read_block(
+def _read_whole(
     store: StoreClient, place: Place, digest: Digest, view: memoryview, action: str | None
 ) -> bool:
-    """As `read_verified`, into `view`, which is a whole block; it holds garbage unless True."""
+    """Whether `view` holds the verified payload at `place`, which is as long; garbage if not.
+    `action` is what the fault point said."""
     if place.payload_bytes != len(view) or not store.read_into(place, digest, view):
         return False
     if action == "flip":
