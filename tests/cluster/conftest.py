@@ -6,6 +6,8 @@ import json
 import random
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -16,6 +18,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from headrace.cluster.session import Process, read_process
 from headrace.core.rows import floor_grain
 from headrace.engine import LLM
 
@@ -34,6 +37,25 @@ def short_temp(
     monkeypatch.setenv("TMPDIR", str(folder))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def leader() -> Iterator[Process]:
+    """A process that opened a session and waits in it, as a run's leader does."""
+    # Not the session of the tests: its leader may be process 1, or out of sight of a container.
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-I", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # it runs, so its session is open
+        process = read_process(child.pid)
+        assert process is not None and process.sid == child.pid
+        yield process
+        child.kill()
 
 
 @pytest.fixture(scope="session")

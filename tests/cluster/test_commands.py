@@ -23,7 +23,7 @@ from rich.console import Console
 from headrace.cluster.chat import USAGE, attached_path, converse
 from headrace.cluster.cli import Doing
 from headrace.cluster.rundir import Phase, RunDir, RunState
-from headrace.cluster.session import machine_boot_id, read_process
+from headrace.cluster.session import Process, machine_boot_id
 from headrace.cluster.status import Facts, collect, notes_of, store_table, table
 from headrace.core.errors import ConfigError
 from headrace.core.metrics import Metric
@@ -89,7 +89,7 @@ def test_status_of_a_failed_start_shows_its_reason_and_no_address(failed_run: Ru
     assert pool_line(collect(failed_run)) == f"pools: {wanted} ready"
 
 
-def test_counts_of_replicas_are_integers(failed_run: RunDir) -> None:
+def test_counts_of_replicas_are_integers(failed_run: RunDir, leader: Process) -> None:
     names = ("requests", "parked", "free_blocks", "backlog_ms")
     metrics = (Metric.REPLICA_REQUESTS, Metric.REPLICA_PARKED)
     metrics += (Metric.REPLICA_FREE_BLOCKS, Metric.BACKLOG_MS)
@@ -104,16 +104,14 @@ def test_counts_of_replicas_are_integers(failed_run: RunDir) -> None:
         def log_message(self, *_: object) -> None:
             pass
 
-    sid = os.getsid(0)
-    first = read_process(sid)  # the session of the tests stands for that of the run
     with HTTPServer(("127.0.0.1", 0), Handler) as http:
         thread = threading.Thread(target=http.serve_forever)
         thread.start()
         running = replace(
             state(Phase.READY, url=f"http://127.0.0.1:{http.server_port}"),
-            pid=os.getpid(),
-            sid=sid,
-            started_ticks=first.started_ticks if first else 0,
+            pid=leader.pid,
+            sid=leader.sid,
+            started_ticks=leader.started_ticks,
             boot_id=machine_boot_id(),
         )
         failed_run.write_state(running)

@@ -19,7 +19,7 @@ from headrace.cluster.config import load_config
 from headrace.cluster.deaths import Deaths, how_it_ended
 from headrace.cluster.roles import role_settings
 from headrace.cluster.rundir import Phase, RunDir, RunState
-from headrace.cluster.session import machine_boot_id, read_process
+from headrace.cluster.session import Process, machine_boot_id, read_process
 from headrace.cluster.status import collect
 from headrace.cluster.supervisor import SupervisorThread
 from headrace.core.card import Member, Role
@@ -133,18 +133,13 @@ def test_how_a_reaped_process_ended_is_told_as_far_as_the_kernel_knows(
 
 
 @pytest.fixture
-def run(short_temp: Path) -> Iterator[RunDir]:
-    """A run with a Valkey of its own, whose session is that of the tests, without Ray."""
+def run(short_temp: Path, leader: Process) -> Iterator[RunDir]:
+    """A run with a Valkey of its own and nothing in its session but `leader`."""
     run = RunDir(short_temp, "local")
     run.create()
     run.config_file.write_text("cluster: local\nprocesses: one\n")
-    sid = os.getsid(0)
-    first = read_process(sid)
-    began = first.started_ticks if first else 0
-    boot = machine_boot_id()
-    run.write_state(
-        RunState("local", Phase.READY, "", "", os.getpid(), sid, began, boot, "one", "t1", "", "b")
-    )
+    session = (leader.pid, leader.sid, leader.started_ticks, machine_boot_id())
+    run.write_state(RunState("local", Phase.READY, "", "", *session, "one", "t1", "", "b"))
     valkey = embedded_valkey(str(run.sockets))
     yield run
     valkey.stop()
