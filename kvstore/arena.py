@@ -9,21 +9,21 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import struct
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from headrace.core.errors import ConfigError
 from headrace.core.ids import Digest
 from headrace.core.messages import Place
 from headrace.kvstore.layout import (
     HEADER_BYTES,
-    SLOT_PLACE,
+    SLOT_PROOF,
     SLOT_STARTS,
     Buffer,
     SlotHeader,
     checksum,
-    header_is_whole,
+    header_checksum,
     slot_bytes,
 )
 from headrace.kvstore.records import ARENA_SEGMENT
@@ -38,6 +38,9 @@ class Reading(StrEnum):
     GOOD = "good"
     STALE = "stale"  # another object's slot, or nobody's, by now: an ordinary miss
     DAMAGED = "damaged"  # a header or payload that does not verify; the store should look
+
+
+GOOD = Reading.GOOD  # looked up for every block that is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,9 @@ class Arena:
         if os.fstat(descriptor).st_size < size:
             raise ConfigError(f"an arena of {size} bytes was announced, the descriptor is shorter")
         self.regions = regions
-        self._spans = tuple((region.start, region.end, region) for region in regions)
+        self._spans = tuple(
+            (r.start, r.end, r.slot_bytes, r.payload_bytes, SLOT_STARTS[r.kind]) for r in regions
+        )
         # Populated at once: a first touch of each 4 KiB by a copy costs more than the copy.
         self._map = mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._bytes = memoryview(self._map)
@@ -112,9 +117,9 @@ class Arena:
 
     def locate(self, offset: int) -> tuple[Region, int] | None:
         """The slot that begins at `offset`, if one does."""
-        for start, end, region in self._spans:
-            if start <= offset < end:
-                slot, rest = divmod(offset - start, region.slot_bytes)
+        for region in self.regions:
+            if region.start <= offset < region.end:
+                slot, rest = divmod(offset - region.start, region.slot_bytes)
                 return None if rest else (region, slot)
         return None
 
@@ -143,38 +148,52 @@ class Arena:
     def shows(self, place: Place, namespace: bytes, digest: Digest) -> bool:
         """Whether the header at `place` is whole and tells of this object there: then `read`
         believes it, if the payload verifies."""
-        found = self.locate(place.offset)
-        if found is None:
-            return False
-        header = self.header(*found).tobytes()
-        return _is(header, *found, place, namespace, digest) and header_is_whole(header)
+        return self._proof(place, namespace, digest)[0] is GOOD
 
     def read(self, place: Place, namespace: bytes, digest: Digest, dest: Buffer | None) -> Reading:
         """Verify the object at `place` and copy it into `dest` (None: verify only).
 
         Compared before and after the copy: the whole header, its generation, length, digest and
         namespace; then the checksum of what was copied. Unless GOOD, `dest` holds garbage."""
-        offset, length = place.offset, place.payload_bytes
-        found = self.locate(offset)
-        if found is None or not 0 < length <= found[0].payload_bytes:
-            return Reading.STALE
-        region, slot = found
-        end = offset + region.slot_bytes
-        view = self._bytes[end - HEADER_BYTES : end]
-        before = view.tobytes()
-        if not _is(before, region, slot, place, namespace, digest):
-            header = SlotHeader.unpack(before)
-            sound = before == _BLANK if header is None else not _is_older(header, place)
-            return Reading.STALE if sound else Reading.DAMAGED
-        if not header_is_whole(before):
-            return Reading.DAMAGED
-        target = self._bytes[offset : offset + length]
+        found, header, begin = self._proof(place, namespace, digest)
+        if found is not GOOD:
+            return found
+        offset = place.offset
+        target = self._bytes[offset : offset + place.payload_bytes]
         if dest is not None:
             target = _copied(target, dest)
         total = checksum(target)  # of the copy: what lies in the slot may change meanwhile
-        if view.tobytes() != before:
+        if self._map[begin : begin + HEADER_BYTES] != header:
             return Reading.STALE
-        return Reading.GOOD if total == place.checksum else Reading.DAMAGED
+        return GOOD if total == place.checksum else Reading.DAMAGED
+
+    def _proof(self, place: Place, namespace: bytes, digest: Digest) -> tuple[Reading, bytes, int]:
+        """GOOD, the header at `place` and where in the arena it begins, if it is whole and tells of
+        this object there; else why not."""
+        offset = place.offset
+        for start, end, size, most, begins in self._spans:
+            if not start <= offset < end:
+                continue
+            slot, rest = divmod(offset - start, size)
+            if rest or not 0 < place.payload_bytes <= most:
+                break
+            begin = offset + size - HEADER_BYTES
+            header = self._map[begin : begin + HEADER_BYTES]
+            told = SLOT_PROOF.unpack(header)
+            wanted = (
+                begins,
+                ARENA_SEGMENT,
+                slot,
+                place.generation,
+                place.payload_bytes,
+                place.checksum,
+                namespace,
+                digest,
+                header_checksum(header),
+            )
+            good = told == wanted
+            return GOOD if good else _other(header, told, wanted, place), header, begin
+        return Reading.STALE, b"", 0
 
 
 def _copied(source: memoryview, dest: Buffer) -> memoryview:
@@ -191,27 +210,19 @@ def _copied(source: memoryview, dest: Buffer) -> memoryview:
     return target
 
 
+def _other(header: bytes, told: tuple[Any, ...], wanted: tuple[Any, ...], place: Place) -> Reading:
+    """What a header is that does not prove what was asked for."""
+    if told[:-1] == wanted[:-1]:
+        return Reading.DAMAGED  # it is that object's, but not whole
+    found = SlotHeader.unpack(header)
+    sound = header == _BLANK if found is None else not _is_older(found, place)
+    return Reading.STALE if sound else Reading.DAMAGED
+
+
 def _is_older(header: SlotHeader, place: Place) -> bool:
     """Whether a header is of an earlier use of the slot than a place: its writer came too late and
     wrote over what the store has given to another."""
     return 0 < (place.generation - header.generation) & 0xFFFF_FFFF < 1 << 31
-
-
-def _is(
-    header: bytes, region: Region, slot: int, place: Place, namespace: bytes, digest: Digest
-) -> bool:
-    # Bytes are compared with bytes: a header is unpacked only where it is not what was asked for.
-    try:
-        return (
-            header[48:112] == namespace + digest
-            and header[16:40]
-            == SLOT_PLACE.pack(
-                ARENA_SEGMENT, slot, place.generation, place.payload_bytes, place.checksum
-            )
-            and header[:12] == SLOT_STARTS[region.kind]
-        )
-    except struct.error:  # a place with numbers that no header can hold
-        return False
 
 
 def create_arena(regions: tuple[Region, ...]) -> tuple[int, Arena]:

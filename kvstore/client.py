@@ -18,7 +18,7 @@ from headrace.core.ids import DIGEST_BYTES, BootId, Digest, JobKey
 from headrace.core.limits import LeaseTimes, WireLimits
 from headrace.core.link import parse_address
 from headrace.core.messages import Place
-from headrace.kvstore.arena import Arena, Reading
+from headrace.kvstore.arena import GOOD, Arena, Reading
 from headrace.kvstore.connection import Connection, StoreGone, attach
 from headrace.kvstore.held import HeldLeases
 from headrace.kvstore.layout import NO_DIGEST, Buffer, domain_tag
@@ -248,7 +248,7 @@ class StoreClient:
             self.read_misses += 1
             return False
         found = mapped[1].read(place, self._namespace, digest, dest)
-        return found is Reading.GOOD or self._missed(found, place, digest)
+        return found is GOOD or self._missed(found, place, digest)
 
     def view(self, place: Place, digest: Digest) -> memoryview | None:
         """The payload at `place` where it lies, verified now; None as `read_into` answers False.
@@ -261,7 +261,7 @@ class StoreClient:
             self.read_misses += 1
             return None
         found = mapped[1].read(place, self._namespace, digest, None)
-        if found is not Reading.GOOD:
+        if found is not GOOD:
             self._missed(found, place, digest)
             return None
         return mapped[1].bytes_at(place).toreadonly()
