@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
 
 from headrace.core.clock import Clock
 from headrace.core.ids import Digest
@@ -13,17 +16,15 @@ from headrace.kvstore.records import (
     FORGET,
     HEAD,
     KINDS_BY_CODE,
-    RECORD,
     RECORD_BYTES,
+    RECORDS,
     TIERS_BY_CODE,
     WINDOW_TOO,
-    IndexRecord,
     LiveStore,
     packed_key,
     packed_keys,
     record_key,
     store_key,
-    unpack_records,
 )
 from headrace.kvstore.redis_link import RedisAway, RedisLink
 from headrace.kvstore.settings import Kind, StoreSettings, Tier
@@ -34,25 +35,15 @@ MOST_KEYS = 1000  # of one `find`: Redis serves nobody else meanwhile
 _KNOWN = 64  # stores whose live record is asked for with the objects
 
 
-class Where(NamedTuple):
-    """One object at another store: who serves it, and the record that says so, as it stands in the
-    index."""
+@dataclass(slots=True, eq=False)
+class Run:
+    """Objects that follow each other in a question and lie at one address: the record of each, as
+    it stands in the index. With a `folder` they are read there, with nobody to ask."""
 
-    digest: Digest
-    kind: Kind
-    namespace: bytes
-    packed: bytes
     address: str
-    folder: SharedFolder | None = None  # read there, with nobody to ask
-
-    @property
-    def record(self) -> IndexRecord:
-        return unpack_records(self.packed)[0]
-
-    @property
-    def payload_bytes(self) -> int:
-        size: int = RECORD.unpack(self.packed)[7]
-        return size
+    folder: SharedFolder | None
+    digests: list[Digest]
+    packed: list[bytes]
 
 
 # What a record with a certain head is worth: rank, address, folder.
@@ -87,35 +78,51 @@ class Elsewhere:
         digests: Sequence[Digest],
         *,
         run: bool,
+        most: int,
         before: str = "",
-    ) -> list[Where]:
-        """Those of `digests` (at most `MOST_KEYS`) that a living store has, in order; with `run` up
-        to the first hole. Of equal places that at the address `before`, or where the object before
-        comes from, is taken."""
+    ) -> list[Run]:
+        """Those of `digests` (at most `MOST_KEYS`) that a living store has, in order, the first
+        `most`; with `run` up to the first hole. Of equal places that at the address `before`, or
+        where the object before comes from, is taken."""
         wanted = self._not_absent(kind, namespace, digests, run)
         if not wanted:
             return []
         try:
             known = self._known  # another look-up may learn of stores meanwhile
             values, live = await self._ask(kind, namespace, wanted, known)
-            heads = _heads(values)
+            alike = _alike(wanted, values)
+            heads = _heads(values[:1] if alike else values)
             missing = {head[0] for head in heads.values()}.difference(known)
             await self._learn(sorted(missing), live)
         except RedisAway:
             return []
         worth = {name: self._worth(kind, head, live) for name, head in heads.items()}
-        out: list[Where] = []
+        if alike:  # what is best of the first is best of all
+            found = _choose(values[0] or b"", wanted[0][28:], worth, before)
+            if found is None:
+                return []
+            (_, address, folder), at = found
+            packed = [value[at : at + RECORD_BYTES] for value in values[:most] if value]
+            return [Run(address, folder, list(wanted[:most]), packed)]
+        runs: list[Run] = []
         for digest, value in zip(wanted, values, strict=True):
             best = _choose(value, digest[28:], worth, before) if value else None
-            if best is not None:
-                (_, before, folder), packed = best
-                out.append(Where(digest, kind, namespace, packed, before, folder))
+            if value is None or best is None:
+                if not value:
+                    self.absent.add(record_key(kind, namespace, digest))
+                if run:
+                    break
                 continue
-            if not value:
-                self.absent.add(record_key(kind, namespace, digest))
-            if run:
+            (_, address, folder), at = best
+            if address != before or not runs:
+                runs.append(Run(address, folder, [], []))
+                before = address
+            runs[-1].digests.append(digest)
+            runs[-1].packed.append(value[at : at + RECORD_BYTES])
+            most -= 1
+            if not most:
                 break
-        return out
+        return runs
 
     def _not_absent(
         self, kind: Kind, namespace: bytes, digests: Sequence[Digest], run: bool
@@ -166,14 +173,16 @@ class Elsewhere:
             return _NOTHING
         return (2 if its_tier is Tier.HOST else 0, store.address, None)
 
-    async def forget(self, where: Where) -> None:
-        """Compare-and-delete of one record."""
-        key = record_key(where.kind, where.namespace, where.digest)
+    async def forget(
+        self, kind: Kind, namespace: bytes, stale: Sequence[tuple[Digest, bytes]]
+    ) -> None:
+        """Compare-and-delete of the records of some digests."""
+        keys = [record_key(kind, namespace, digest) for digest, _ in stale]
         try:
-            took = await self._link.script_each(FORGET, [key], [], [where.packed])
+            took = await self._link.script_each(FORGET, keys, [], [packed for _, packed in stale])
             self.forgotten += sum(took)
         except RedisAway:
-            log.info("a stale record stays in the index for now")
+            log.info("%d stale records stay in the index for now", len(stale))
 
     async def close(self) -> None:
         await self._link.close()
@@ -181,10 +190,10 @@ class Elsewhere:
 
 def _choose(
     value: bytes, tail: bytes, worth: Mapping[bytes, _Worth], before: str
-) -> tuple[_Worth, bytes] | None:
-    """What the best of the records in `value` is worth, and that record; among equals that at
-    `before`."""
-    best: tuple[_Worth, bytes] | None = None
+) -> tuple[_Worth, int] | None:
+    """What the best of the records in `value` is worth, and where in it that record begins; among
+    equals that at `before`."""
+    best: tuple[_Worth, int] | None = None
     best_rank = (_NOTHING[0], True)
     if len(value) % RECORD_BYTES:
         return None
@@ -195,8 +204,20 @@ def _choose(
             return None
         rank = (one[0], one[1] == before)
         if rank > best_rank and value[end - len(tail) : end] == tail:
-            best_rank, best = rank, (one, value[at:end])
+            best_rank, best = rank, (one, at)
     return best
+
+
+def _alike(digests: Sequence[Digest], values: Sequence[bytes | None]) -> bool:
+    """Whether all values have as many records that begin alike, and the tails of their digests: a
+    chain that lies whole in the same places. A thousand are compared at once."""
+    known = [value for value in values if value]
+    size = len(known[0]) if known else 0
+    if len(known) < len(values) or size % RECORD_BYTES or any(len(v) != size for v in known):
+        return False
+    rows = np.frombuffer(b"".join(known), RECORDS).reshape(len(known), -1)
+    tails = np.frombuffer(b"".join(digests), "<u4").reshape(len(known), -1)[:, -1:]
+    return bool((rows["head"] == rows["head"][0]).all() and (rows["tail"] == tails).all())
 
 
 def _heads(values: Iterable[bytes | None]) -> dict[bytes, tuple[int, int, int, int]]:

@@ -1,6 +1,6 @@
 """Objects of other stores: found in the index, received straight into this arena, verified.
 
-    index -> one store each -> batches -> Offer (headers) -> slots -> payloads -> verify -> known
+    index -> runs at one store -> batches -> Offer -> slots -> payloads -> verify -> known
 
 Single flight: whoever asks for an object that is on its way waits for the same transfer. A transfer
 has as long as computing its tokens anew would take; what is not here by then is a miss. Whatever
@@ -20,15 +20,23 @@ from typing import Any
 from headrace.core.ids import Digest
 from headrace.core.limits import WireLimits
 from headrace.kvstore.breaker import Breaker
-from headrace.kvstore.elsewhere import MOST_KEYS, Elsewhere, Where
+from headrace.kvstore.copies import find_all, pin_all, unpin_all
+from headrace.kvstore.elsewhere import MOST_KEYS, Elsewhere, Run
 from headrace.kvstore.objects import Entry, object_key
-from headrace.kvstore.peers_transfer import Desk, Item, Peer, PeerCounters, SharedTransfer, Transfer
+from headrace.kvstore.peers_transfer import (
+    Batch,
+    Desk,
+    Peer,
+    PeerCounters,
+    SharedTransfer,
+    Transfer,
+)
+from headrace.kvstore.peers_wire import MOST_OBJECTS
 from headrace.kvstore.settings import Kind, StoreSettings
 from headrace.kvstore.state import StoreState
 
 log = logging.getLogger(__name__)
 _BATCH_BYTES = 8 << 20
-_BATCH = 128
 _FIRST_KEYS = 128  # of a chain's first look-up; each further one is four times as long
 _THREADS = 4
 _HUNG_S = 2.0  # after the deadline: time to give slots back, as far as they can be
@@ -72,105 +80,105 @@ class Peers:
         *,
         run: bool,
         most: int = 1 << 20,
-    ) -> AsyncIterator[tuple[Entry | None, ...]]:
-        """Bring those of `digests` that other stores have; yields an entry in the arena, or None,
-        for each. They stay there until the block ends. With `run` only the leading ones are
-        brought: digests are a run of one chain, and what lies behind a hole is of no use. Of what
-        is found elsewhere the first `most` are brought."""
-        items: list[Item] = []
-        pinned: list[Entry] = []  # once for each time it stands here
-        began_s = asyncio.get_running_loop().time()
+    ) -> AsyncIterator[None]:
+        """Bring those of `digests` that other stores have; what came stays in the arena until the
+        block ends. With `run` only the leading ones are brought: digests are a run of one chain,
+        and what lies behind a hole is of no use. Of what is found elsewhere the first `most` are
+        brought."""
+        mine: list[Batch] = []
+        others: list[Digest] = []  # on their way, for somebody else
+        pinned: list[Entry] = []
+        began_s, n_found = asyncio.get_running_loop().time(), 0
         try:
             waits: set[asyncio.Task[None]] = set()
-            async with contextlib.aclosing(self._found(kind, namespace, digests, run)) as parts:
+            parts = self._found(kind, namespace, digests, run, most)
+            async with contextlib.aclosing(parts):
                 async for found in parts:
-                    new = [Item(where) for where in found[: most - len(items)]]
-                    items += new
-                    waits |= self._begin(kind, namespace, new, len(items), began_s)
-                    if len(items) == most:
-                        break
+                    n_found += len(found.digests)
+                    until_s = began_s + self.deadline_s(kind, n_found)
+                    late, found = self._split(kind, namespace, found, waits)
+                    others += late
+                    for batch in self._cut(kind, namespace, found):
+                        mine.append(batch)
+                        waits.add(self._begin(batch, until_s))
             if waits:  # a thread that a hung mount holds is not waited for
-                limit_s = self.deadline_s(kind, len(items)) + _HUNG_S
+                limit_s = self.deadline_s(kind, n_found) + _HUNG_S
                 await asyncio.wait(waits, timeout=limit_s)
-            here: dict[Digest, Entry] = {}
-            for item in items:
-                # At this moment it is pinned by its batch or it is gone; nothing is awaited.
-                digest = item.where.digest
-                entry, item.entry, item.wanted = item.entry, None, False
-                if entry is None:  # another's batch brought it
-                    entry = self._state.find(kind, namespace, digest)
-                    if entry is not None:
-                        self._state.pin(entry)
-                if entry is not None:
-                    pinned.append(entry)
-                if entry is not None and entry.slot is not None and not entry.dropped:
-                    here[digest] = entry
-                elif run:
-                    break
-            yield tuple(here.get(digest) for digest in digests)
+            # At this moment it is pinned by its batch, or by us, or it is gone.
+            pinned = [e for e in find_all(self._state, kind, namespace, others) if e is not None]
+            pin_all(self._state, pinned)
+            yield
         finally:
-            for item in items:
-                self._let_go(item)
-            for entry in pinned:
-                self._state.unpin(entry)
+            unpin_all(self._state, pinned)
+            for batch in reversed(mine):
+                batch.let_go(self._state)
 
     async def _found(
-        self, kind: Kind, namespace: bytes, digests: Sequence[Digest], run: bool
-    ) -> AsyncGenerator[list[Where]]:
+        self, kind: Kind, namespace: bytes, digests: Sequence[Digest], run: bool, most: int
+    ) -> AsyncGenerator[Run]:
         """What other stores have, a part at a time, so that the first transfers are under way while
         the rest of a long chain is looked up."""
         at, size, before = 0, _FIRST_KEYS, ""
         while at < len(digests):
             part = digests[at : at + size]
-            found = await self._elsewhere.find(kind, namespace, part, run=run, before=before)
-            if found:
-                before = found[-1].address
+            runs = await self._elsewhere.find(
+                kind, namespace, part, run=run, most=most, before=before
+            )
+            for found in runs:
+                before = found.address
+                most -= len(found.digests)
                 yield found
-            if run and len(found) < len(part):
+            if not most or (run and sum(len(found.digests) for found in runs) < len(part)):
                 return
             at, size = at + size, min(size * 4, MOST_KEYS)
 
-    def _let_go(self, item: Item) -> None:
-        item.wanted = False
-        if item.entry is not None:
-            self._state.unpin(item.entry)
-            item.entry = None
-
     # batches ---------------------------------------------------------------------------------
 
-    def _begin(
-        self, kind: Kind, namespace: bytes, items: Sequence[Item], n_so_far: int, began_s: float
-    ) -> set[asyncio.Task[None]]:
-        """Begin what nobody has begun; what must be awaited. These are the last of `n_so_far`
-        objects that are waited for since `began_s`."""
-        waits: set[asyncio.Task[None]] = set()
-        batches: list[list[Item]] = []
-        total_bytes = 0  # of the last one
-        for item in items:
-            key = object_key(kind, namespace, item.where.digest)
-            running = self._running.get(key)
-            if running is not None:
-                waits.add(running)
-                continue
-            last = batches[-1] if batches else []
-            if (
-                not last
-                or last[0].where.address != item.where.address
-                or len(last) >= _BATCH
-                or total_bytes >= _BATCH_BYTES
-            ):
-                batches.append([])
-                total_bytes = 0
-            batches[-1].append(item)
-            total_bytes += item.where.payload_bytes
-        until_s = began_s + self.deadline_s(kind, n_so_far)
-        for batch in batches:
-            task = self._start(self._bring(kind, namespace, batch, until_s))
-            waits.add(task)
-            keys = [object_key(kind, namespace, item.where.digest) for item in batch]
-            self._running.update(dict.fromkeys(keys, task))
-            task.add_done_callback(partial(self._ended, keys))
-        return waits
+    def _split(
+        self, kind: Kind, namespace: bytes, found: Run, waits: set[asyncio.Task[None]]
+    ) -> tuple[list[Digest], Run]:
+        """Digests that are on their way already, whose tasks are added to `waits`; and the rest."""
+        before, running = object_key(kind, namespace, b""), self._running
+        if running.keys().isdisjoint([before + digest for digest in found.digests]):
+            return [], found
+        late: list[Digest] = []
+        new = Run(found.address, found.folder, [], [])
+        for digest, packed in zip(found.digests, found.packed, strict=True):
+            task = running.get(before + digest)
+            if task is None:
+                new.digests.append(digest)
+                new.packed.append(packed)
+            else:
+                late.append(digest)
+                waits.add(task)
+        return late, new
+
+    def _cut(self, kind: Kind, namespace: bytes, found: Run) -> list[Batch]:
+        region = self._state.residents.regions.get(kind)
+        if region is None:
+            return []  # this store has no room for any
+        size = min(MOST_OBJECTS, max(1, _BATCH_BYTES // region.slot_bytes))
+        return [
+            Batch(
+                kind,
+                namespace,
+                Run(
+                    found.address,
+                    found.folder,
+                    found.digests[at : at + size],
+                    found.packed[at : at + size],
+                ),
+            )
+            for at in range(0, len(found.digests), size)
+        ]
+
+    def _begin(self, batch: Batch, until_s: float) -> asyncio.Task[None]:
+        task = self._start(self._bring(batch, until_s))
+        before = object_key(batch.kind, batch.namespace, b"")
+        keys = [before + digest for digest in batch.run.digests]
+        self._running.update(dict.fromkeys(keys, task))
+        task.add_done_callback(partial(self._ended, keys))
+        return task
 
     def _ended(self, keys: Sequence[bytes], task: asyncio.Task[None]) -> None:
         for key in keys:
@@ -182,20 +190,18 @@ class Peers:
         settings = self._settings
         return max(settings.peer_least_s, settings.recompute_s(kind, n_objects))
 
-    async def _bring(
-        self, kind: Kind, namespace: bytes, batch: Sequence[Item], until_s: float
-    ) -> None:
+    async def _bring(self, batch: Batch, until_s: float) -> None:
         """One batch from one store. Never raises for what that store does."""
-        peer = self._peer(batch[0].where.address)
+        peer = self._peer(batch.run.address)
         if not peer.breaker.admits():
             self.count.away += 1
             return
-        made = SharedTransfer if batch[0].where.folder is not None else Transfer
-        transfer = made(self._desk, peer, kind, namespace, batch)
+        made = Transfer if batch.run.folder is None else SharedTransfer
+        transfer = made(self._desk, peer, batch)
         work = self._start(self._in_turn(peer, transfer))
         _, late = await asyncio.wait({work}, timeout=until_s - asyncio.get_running_loop().time())
         if late:
-            self.count.late += sum(item.entry is None for item in batch)
+            self.count.late += len(batch.run.digests) - batch.n_arrived
             transfer.abort()
             if not transfer.has_slots:
                 peer.breaker.failure()
@@ -226,9 +232,11 @@ class Peers:
             peer = self._peers[address] = Peer(address, Breaker(self._state.clock))
         return peer
 
-    def forget(self, where: Where) -> None:
-        """Take the record that led astray out of the index, if it still stands there."""
-        self._start(self._elsewhere.forget(where))
+    def forget(self, batch: Batch, indexes: Sequence[int]) -> None:
+        """Take the records that led astray out of the index, if they still stand there."""
+        run = batch.run
+        stale = [(run.digests[index], run.packed[index]) for index in indexes]
+        self._start(self._elsewhere.forget(batch.kind, batch.namespace, stale))
 
     async def close(self) -> None:
         """End all transfers. Idempotent."""

@@ -8,12 +8,15 @@ import logging
 import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from typing import TypeAlias
 
 from headrace.core.errors import ConfigError, WireError
 from headrace.core.ids import Digest
 from headrace.core.limits import WireLimits
 from headrace.core.link import parse_address
+from headrace.kvstore.copies import find_all, pin_all, unpin_all
+from headrace.kvstore.layout import checksum
 from headrace.kvstore.loads import Loader
 from headrace.kvstore.messages import cut_digests
 from headrace.kvstore.objects import Entry
@@ -23,6 +26,7 @@ from headrace.kvstore.peers_wire import (
     Offer,
     PeerGone,
     PeerSocket,
+    pack_facts,
     refuse_odd_fetch,
 )
 from headrace.kvstore.settings import Kind
@@ -36,15 +40,8 @@ _STRANGERS = 16
 _FIRST_FRAME_S = 3.0
 _HOLD_S = 30.0  # longest wait for this store's own loop
 
-
-@dataclass(slots=True)
-class _Lent:
-    """Objects held in the arena until `pins` is closed."""
-
-    present: bytes
-    headers: list[memoryview]
-    payloads: list[memoryview]
-    pins: contextlib.AsyncExitStack
+# What a question named, None for what is not sent; each of the others is pinned once.
+_Lent: TypeAlias = list[Entry | None]
 
 
 class PeerServer:
@@ -63,6 +60,7 @@ class PeerServer:
         self._strangers: dict[PeerSocket, None] = {}  # oldest first
         self._known: set[PeerSocket] = set()
         self._standing = threading.Lock()  # of the two before
+        self._lending: set[asyncio.Task[_Lent]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.sent = 0  # objects
         self.sent_bytes = 0
@@ -186,42 +184,87 @@ class PeerServer:
     def _answer(self, peer: PeerSocket, fetch: Fetch) -> None:
         assert self._loop is not None
         digests = cut_digests(fetch.digests)
-        lending = self._lend(fetch.kind, fetch.namespace, digests)
-        lent = asyncio.run_coroutine_threadsafe(lending, self._loop).result(_HOLD_S)
+        told: Future[_Lent] = Future()
+        self._loop.call_soon_threadsafe(self._lend, fetch.kind, fetch.namespace, digests, told)
         try:
-            offer = Offer(fetch.call, lent.present, b"".join(lent.headers))
-            peer.send(offer, lent.payloads)
-            self.sent += len(lent.payloads)
-            self.sent_bytes += sum(len(view) for view in lent.payloads)
-        finally:
-            asyncio.run_coroutine_threadsafe(lent.pins.aclose(), self._loop)
-
-    async def _lend(self, kind: Kind, namespace: bytes, digests: Sequence[Digest]) -> _Lent:
-        """Have what is here of `digests` in the arena and hold it. Of blocks the leading ones."""
-        found = [self._state.find(kind, namespace, digest) for digest in digests]
-        pins = contextlib.AsyncExitStack()
-        held: list[Entry] = []
-        try:
-            if kind is Kind.KV:
-                leading = found[: found.index(None)] if None in found else found
-                run = [entry for entry in leading if entry is not None]
-                count = await pins.enter_async_context(self._loader.held(run))
-                held = run[:count]
-            elif kind is not Kind.STATE:  # a sequence's own, and nobody's business
-                for entry in filter(None, found):
-                    if await pins.enter_async_context(self._loader.held([entry])) > 0:
-                        held.append(entry)
-        except BaseException:
-            await pins.aclose()
+            lent = told.result(_HOLD_S)
+        except TimeoutError:
+            told.cancel()
             raise
-        here = set(held)
-        arena, regions = self._state.residents.arena, self._state.residents.regions
-        headers, payloads = [], []
-        for entry in held:
-            assert entry.slot is not None  # held
-            headers.append(arena.header(regions[kind], entry.slot))
-            payloads.append(arena.payload(regions[kind], entry.slot, entry.facts.payload_bytes))
-        return _Lent(bytes(entry in here for entry in found), headers, payloads, pins)
+        held = [entry for entry in lent if entry is not None]
+        try:
+            peer.send(self._offer(fetch, lent), self._payloads(fetch.kind, held))
+            self.sent += len(held)
+            self.sent_bytes += sum(entry.facts.payload_bytes for entry in held)
+        finally:
+            self._loop.call_soon_threadsafe(unpin_all, self._state, held)
+
+    def _offer(self, fetch: Fetch, lent: _Lent) -> Offer:
+        facts = b"".join([pack_facts(entry) for entry in lent if entry is not None])
+        present = bytes([entry is not None for entry in lent])
+        return Offer(fetch.call, fetch.kind, fetch.namespace, present, facts, checksum(facts))
+
+    def _payloads(self, kind: Kind, held: Sequence[Entry]) -> list[memoryview]:
+        if not held:  # perhaps of a kind that has no slots here
+            return []
+        residents = self._state.residents
+        region, payload = residents.regions[kind], residents.arena.payload
+        return [
+            payload(region, entry.slot, entry.facts.payload_bytes)
+            for entry in held
+            if entry.slot is not None  # each: it is pinned
+        ]
+
+    # on the loop
+
+    def _lend(
+        self, kind: Kind, namespace: bytes, digests: Sequence[Digest], told: Future[_Lent]
+    ) -> None:
+        """Tell what is here of `digests`, held in the arena; of blocks the leading ones."""
+        found: _Lent = [] if kind is Kind.STATE else find_all(self._state, kind, namespace, digests)
+        if kind is Kind.KV and None in found:
+            del found[found.index(None) :]
+        here = [entry for entry in found if entry is not None]
+        if all(entry.slot is not None and not entry.dropped for entry in here):
+            pin_all(self._state, here)
+            self._tell(told, found, len(digests))
+            return
+        task = asyncio.create_task(self._bring(kind, found), name="store-lend")
+        self._lending.add(task)
+
+        def ended(task: asyncio.Task[_Lent]) -> None:
+            self._lending.discard(task)
+            if not task.cancelled() and task.exception() is None:
+                self._tell(told, task.result(), len(digests))
+            elif told.set_running_or_notify_cancel():
+                error = None if task.cancelled() else task.exception()
+                told.set_exception(error or PeerGone("this store is ending"))
+
+        task.add_done_callback(ended)
+
+    async def _bring(self, kind: Kind, found: _Lent) -> _Lent:
+        """Have what is in `found` in the arena, pinned; None for what cannot be had."""
+        each = [entry for entry in found if entry is not None]
+        runs = [each] if kind is Kind.KV else [[entry] for entry in each]
+        out: _Lent = []
+        try:
+            for run in runs:
+                async with self._loader.held(run) as count:
+                    pin_all(self._state, run[:count])
+                out += [*run[:count], *[None] * (len(run) - count)]
+        except BaseException:
+            unpin_all(self._state, [entry for entry in out if entry is not None])
+            raise
+        if kind is Kind.KV:
+            return out
+        brought = iter(out)
+        return [None if entry is None else next(brought) for entry in found]
+
+    def _tell(self, told: Future[_Lent], found: _Lent, asked: int) -> None:
+        if told.set_running_or_notify_cancel():
+            told.set_result(found + [None] * (asked - len(found)))
+        else:  # nobody waits any more
+            unpin_all(self._state, [entry for entry in found if entry is not None])
 
     def _look(self, doubt: Doubt) -> None:
         """Verify what another store could not. On the loop."""

@@ -14,19 +14,23 @@ from typing import Any
 from headrace.core.errors import HeadraceError, WireError
 from headrace.core.ids import Digest
 from headrace.core.limits import WireLimits
-from headrace.core.states import Visibility
 from headrace.kvstore.breaker import Breaker
-from headrace.kvstore.elsewhere import Where
+from headrace.kvstore.copies import copy_of, enter_copies, take_slots, unpin_all
+from headrace.kvstore.elsewhere import Run
 from headrace.kvstore.io_threads import guarded
-from headrace.kvstore.layout import HEADER_BYTES, SlotHeader, checksum
-from headrace.kvstore.objects import Entry, Saving, object_key
-from headrace.kvstore.peers_wire import Doubt, Fetch, Offer, PeerGone, PeerSocket
+from headrace.kvstore.layout import checksum
+from headrace.kvstore.objects import Entry
+from headrace.kvstore.peers_wire import Doubt, Fetch, Offer, PeerGone, PeerSocket, read_offer
+from headrace.kvstore.records import unpack_records
 from headrace.kvstore.settings import Kind
 from headrace.kvstore.state import StoreState
 
 log = logging.getLogger(__name__)
 _IDLE_SOCKETS = 4  # kept for each store
 _AT_A_TIME = 2  # transfers from one store
+# Received in one call and then verified, while it is in the processor's cache and what follows
+# fills the socket's buffer.
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -56,10 +60,22 @@ class Peer:
 
 
 @dataclass(slots=True, eq=False)
-class Item:
-    where: Where
-    entry: Entry | None = None  # pinned, once it is here
-    wanted: bool = True  # whoever asked still waits, and takes the pin over
+class Batch:
+    """Part of a run that is brought at once. Until `let_go` what arrives is pinned for whoever
+    began it: it stands in `held`."""
+
+    kind: Kind
+    namespace: bytes
+    run: Run
+    n_arrived: int = 0
+    wanted: bool = True
+    held: list[Entry] = field(default_factory=list)
+
+    def let_go(self, state: StoreState) -> None:
+        """Idempotent; what still arrives is pinned for nobody."""
+        self.wanted = False
+        held, self.held = self.held, []
+        unpin_all(state, held)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +86,7 @@ class Desk:
     token: str
     limits: WireLimits
     threads: ThreadPoolExecutor
-    forget: Callable[[Where], None]
+    forget: Callable[[Batch, Sequence[int]], None]  # the records at these indexes led astray
     count: PeerCounters = field(default_factory=PeerCounters)
     calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -79,15 +95,12 @@ class Transfer:
     """One batch on its way. The slots that it takes are entered or given back, each once, after
     its thread has let go of them."""
 
-    def __init__(
-        self, desk: Desk, peer: Peer, kind: Kind, namespace: bytes, batch: Sequence[Item]
-    ) -> None:
+    def __init__(self, desk: Desk, peer: Peer, batch: Batch) -> None:
         self._desk = desk
         self._state = desk.state
         self._peer = peer
-        self._kind = kind
-        self._namespace = namespace
         self._batch = batch
+        self._most_bytes = desk.state.residents.regions[batch.kind].payload_bytes
         self._sock: PeerSocket | None = None
         self._aborted = False
         self.has_slots = False
@@ -103,8 +116,7 @@ class Transfer:
         count = self._desk.count
         try:
             try:
-                offer = await self._in_thread(self._ask)
-                headers = self._judge(offer)
+                offered = await self._in_thread(self._ask)
             except (PeerGone, WireError) as error:
                 count.away += 1
                 if not self._aborted:
@@ -112,33 +124,28 @@ class Transfer:
                     log.warning("another store does not serve: %s", error)
                 return
             self._peer.breaker.success()
+            missing = [index for index, copy in enumerate(offered) if copy is None]
+            if missing:
+                count.missing += len(missing)
+                self._desk.forget(self._batch, missing)
             if not self._aborted:
-                await self._receive(headers)
+                await self._receive(offered)
         finally:
             sock, self._sock = self._sock, None
             if sock is not None:
                 sock.close()
 
-    async def _receive(self, headers: Sequence[SlotHeader | None]) -> None:
+    async def _receive(self, offered: Sequence[Entry | None]) -> None:
         """Take slots for what is offered, receive, verify and enter."""
-        arena, residents = self._state.residents.arena, self._state.residents
-        taken: list[tuple[Item, SlotHeader, int]] = []
-        views: list[memoryview] = []
-        for item, header in zip(self._batch, headers, strict=True):
-            if header is None:
-                continue
-            slot = residents.take(self._kind, header.facts.domain)
-            if slot is None:
-                break  # the rest is sent for nothing
-            self.has_slots = True
-            length = header.facts.payload_bytes
-            views.append(arena.payload(residents.regions[self._kind], slot, length))
-            taken.append((item, header, slot))
-        sums: list[int] = []
-        whole = len(taken) == sum(header is not None for header in headers)
+        indexes = [index for index, copy in enumerate(offered) if copy is not None]
+        copies = [copy for copy in offered if copy is not None]
+        slots = take_slots(self._state, copies)
+        self.has_slots = bool(slots)
+        whole = len(slots) == len(copies)  # else the rest is sent for nothing
+        taken, sums = copies[: len(slots)], list[int]()
         try:
-            items = [item for item, _, _ in taken]
-            await self._in_thread(lambda: self._take(views, sums, items))
+            views = self._views(taken, slots)
+            await self._in_thread(lambda: self._take(views, sums, indexes))
         except (PeerGone, WireError) as error:
             whole = False
             if not self._aborted:
@@ -146,8 +153,7 @@ class Transfer:
                 log.warning("another store stopped in the middle: %s", error)
         finally:
             # Also when this is cancelled, which `_in_thread` lets happen after its thread only.
-            for index, (item, header, slot) in enumerate(taken):
-                self._settle(item, header, slot, sums[index] if index < len(sums) else None)
+            self._settle(taken, slots, sums, indexes)
         if whole and self.doubted:
             with contextlib.suppress(PeerGone):
                 await self._in_thread(self._tell_doubts)
@@ -155,89 +161,51 @@ class Transfer:
             self._peer.idle.append(self._sock)
             self._sock = None
 
-    def _settle(self, item: Item, header: SlotHeader, slot: int, got: int | None) -> None:
-        """One slot after its thread: an object, or free again."""
-        residents, desk = self._state.residents, self._desk
-        if got != header.checksum:
-            residents.give(self._kind, slot, header.facts.domain)
-            if got is not None:
-                desk.count.damaged += 1
-                desk.forget(item.where)
-                self.doubted.append(header.facts.digest)
-            return
-        entry = self._enter(header, slot, int(item.wanted))
-        item.entry = entry if item.wanted else None
-        desk.count.fetched += 1
-        desk.count.fetched_bytes += header.facts.payload_bytes
+    def _views(self, copies: Sequence[Entry], slots: Sequence[int]) -> list[memoryview]:
+        residents = self._state.residents
+        region, payload = residents.regions[self._batch.kind], residents.arena.payload
+        return [
+            payload(region, slot, copy.facts.payload_bytes)
+            for copy, slot in zip(copies, slots, strict=True)
+        ]
 
-    def _enter(self, header: SlotHeader, slot: int, pins: int) -> Entry:
-        """The object that a verified slot holds, with so many pins more. An earlier one of that key
-        stays, and the slot is free again. Its owner keeps it on disk and lists it: this copy lives
-        in the arena only."""
-        state, facts = self._state, header.facts
-        key = object_key(facts.kind, facts.namespace, facts.digest)
-        entry = state.objects.get(key)
-        if entry is not None:
-            state.residents.give(facts.kind, slot, facts.domain)
-            entry.pins += pins
-            state.residents.settle(entry)
-            return entry
-        entry = Entry(
-            key,
-            facts,
-            header.checksum,
-            header.written_at_s,
-            Visibility.SEALED,
-            Saving.GIVEN_UP,
-            pins=pins,
-            copy=True,
-        )
-        state.enter_new(entry, slot)
-        state.residents.settle(entry)
-        return entry
-
-    def _judge(self, offer: Offer) -> list[SlotHeader | None]:
-        """The header of each object of the batch that will follow. Raises `WireError` for an offer
-        that is none; what is missing costs its record."""
-        cut = len(offer.headers) // HEADER_BYTES
-        if (
-            len(offer.present) != len(self._batch)
-            or offer.present.strip(b"\0\1")
-            or len(offer.headers) != HEADER_BYTES * sum(offer.present)
-        ):
-            raise WireError(f"an offer of {cut} headers that does not match its question")
-        region = self._state.residents.regions[self._kind]
-        out: list[SlotHeader | None] = []
-        at = 0
-        for item, present in zip(self._batch, offer.present, strict=True):
-            if not present:
-                self._desk.count.missing += 1
-                self._desk.forget(item.where)
-                out.append(None)
+    def _settle(
+        self,
+        copies: Sequence[Entry],
+        slots: Sequence[int],
+        sums: Sequence[int],
+        indexes: Sequence[int],
+    ) -> None:
+        """All slots after their thread: objects, or free again. `sums` are of the first of them;
+        what follows has not arrived."""
+        count, batch = self._desk.count, self._batch
+        good, places, damaged = list[Entry](), list[int](), list[int]()
+        for number, (copy, slot) in enumerate(zip(copies, slots, strict=True)):
+            if number < len(sums) and sums[number] == copy.checksum:
+                good.append(copy)
+                places.append(slot)
                 continue
-            header = SlotHeader.unpack(offer.headers[at : at + HEADER_BYTES])
-            at += HEADER_BYTES
-            if (
-                header is None
-                or header.facts.kind is not self._kind
-                or header.facts.namespace != self._namespace
-                or header.facts.digest != item.where.digest
-                or not 0 < header.facts.payload_bytes <= region.payload_bytes
-            ):
-                raise WireError("an offer of something that was not asked for")
-            out.append(header)
-        return out
+            self._state.residents.give(batch.kind, slot, copy.facts.domain)
+            if number < len(sums):
+                damaged.append(indexes[number])
+                self.doubted.append(copy.facts.digest)
+        if damaged:
+            count.damaged += len(damaged)
+            self._desk.forget(batch, damaged)
+        entered = enter_copies(self._state, good, places, int(batch.wanted))
+        if batch.wanted:
+            batch.held += entered
+        batch.n_arrived += len(good)
+        count.fetched += len(good)
+        count.fetched_bytes += sum(copy.facts.payload_bytes for copy in good)
 
     # in the thread
 
-    def _ask(self) -> Offer:
-        desk = self._desk
-        fetch = Fetch(
-            next(desk.calls),
-            self._kind,
-            self._namespace,
-            b"".join(item.where.digest for item in self._batch),
-        )
+    def _ask(self) -> list[Entry | None]:
+        """The objects of the batch that will follow, None for one that does not. Raises `PeerGone`,
+        and `WireError` for an offer that is none."""
+        desk, batch = self._desk, self._batch
+        fetch = Fetch(next(desk.calls), batch.kind, batch.namespace, b"".join(batch.run.digests))
         while True:
             kept = bool(self._peer.idle)
             sock = self._peer.idle.pop() if kept else None
@@ -254,19 +222,24 @@ class Transfer:
                 if not kept or self._aborted:
                     raise
                 continue  # a connection kept from before may have ended since: the next one
-            if not isinstance(offer, Offer) or offer.call != fetch.call:
+            if not isinstance(offer, Offer):
                 raise WireError("expected an Offer")
-            return offer
+            return read_offer(offer, fetch, self._most_bytes)
 
     def _tell_doubts(self) -> None:
         assert self._sock is not None
         for digest in self.doubted:
-            self._sock.send(Doubt(self._kind, self._namespace, digest))
+            self._sock.send(Doubt(self._batch.kind, self._batch.namespace, digest))
 
-    def _take(self, views: Sequence[memoryview], sums: list[int], items: Sequence[Item]) -> None:
+    def _take(self, views: Sequence[memoryview], sums: list[int], indexes: Sequence[int]) -> None:
+        """Fill `views` with the objects at `indexes` of the batch, and `sums` with what verifies
+        them."""
         assert self._sock is not None
-        self._sock.receive_into(views)
-        sums.extend(map(checksum, views))
+        step = max(1, _PIECE_BYTES // max(map(len, views), default=1))
+        for begin in range(0, len(views), step):
+            piece = views[begin : begin + step]
+            self._sock.receive_into(piece)
+            sums.extend(map(checksum, piece))
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         """Run and wait, even when cancelled: the thread may be using our slots."""
@@ -286,35 +259,29 @@ class Transfer:
 class SharedTransfer(Transfer):
     """The same from a folder that is mounted here: nobody is asked, nobody is told of doubts."""
 
-    def _ask(self) -> list[SlotHeader | None]:  # type: ignore[override]  # goes to _judge alone
-        found: list[SlotHeader | None] = []
-        for item in self._batch:
-            folder = item.where.folder
-            found.append(None if folder is None else folder.header(item.where.record))
-        return found
-
-    def _judge(self, found: list[SlotHeader | None]) -> list[SlotHeader | None]:  # type: ignore[override]
-        region = self._state.residents.regions[self._kind]
-        out: list[SlotHeader | None] = []
-        for item, header in zip(self._batch, found, strict=True):
+    def _ask(self) -> list[Entry | None]:
+        batch, folder = self._batch, self._batch.run.folder
+        assert folder is not None
+        found: list[Entry | None] = []
+        for digest, packed in zip(batch.run.digests, batch.run.packed, strict=True):
+            header = folder.header(unpack_records(packed)[0])
             good = (
                 header is not None
-                and header.facts.kind is self._kind
-                and header.facts.namespace == self._namespace
-                and header.facts.digest == item.where.digest
-                and 0 < header.facts.payload_bytes <= region.payload_bytes
+                and header.facts[:3] == (batch.kind, batch.namespace, digest)
+                and 0 < header.facts.payload_bytes <= self._most_bytes
             )
-            if not good:
-                self._desk.count.missing += 1
-                self._desk.forget(item.where)
-            out.append(header if good else None)
-        return out
+            if header is None or not good:
+                found.append(None)
+            else:
+                found.append(copy_of(header.facts, header.checksum, header.written_at_s))
+        return found
 
-    def _take(self, views: Sequence[memoryview], sums: list[int], items: Sequence[Item]) -> None:
-        for view, item in zip(views, items, strict=True):
-            if self._aborted or item.where.folder is None:
+    def _take(self, views: Sequence[memoryview], sums: list[int], indexes: Sequence[int]) -> None:
+        run = self._batch.run
+        for view, index in zip(views, indexes, strict=False):
+            if self._aborted or run.folder is None:
                 raise PeerGone("given up")
-            sums.append(item.where.folder.read(item.where.record, view))
+            sums.append(run.folder.read(unpack_records(run.packed[index])[0], view))
 
     def _tell_doubts(self) -> None:
         return

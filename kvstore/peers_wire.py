@@ -19,19 +19,25 @@ from typing import Any
 from headrace.core.errors import ConfigError, WireError
 from headrace.core.frames import HEADER_BYTES as FRAME_HEADER_BYTES
 from headrace.core.frames import FrameCodec
+from headrace.core.ids import DIGEST_BYTES, Digest
 from headrace.core.limits import WireLimits
 from headrace.core.link import parse_address
 from headrace.core.wire import MessageTable
-from headrace.kvstore.layout import HEADER_BYTES
+from headrace.kvstore.copies import copy_of
+from headrace.kvstore.layout import ObjectFacts, checksum
+from headrace.kvstore.messages import cut_digests
+from headrace.kvstore.objects import Entry
 from headrace.kvstore.settings import Kind
 
-MOST_OBJECTS = 256  # of one Fetch
+MOST_OBJECTS = 1024  # of one Fetch
+# Of an offered object: digest | block | payload bytes | checksum | written at | parent | domain
+FACTS = struct.Struct("<32sIIQQ32s16s")
 # The largest frames that either end has a use for; a peer that announces more is refused before
 # anything is set aside for it. 256 bytes are room for a message's other fields.
 ASK_BYTES = MOST_OBJECTS * 32 + 256
-OFFER_BYTES = MOST_OBJECTS * (1 + HEADER_BYTES) + 256
+OFFER_BYTES = MOST_OBJECTS * (1 + FACTS.size) + 256
 _VIEWS = 512  # of one sendmsg; the kernel takes 1,024
-_BUFFER_BYTES = 512 << 10
+_BUFFER_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +52,15 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One byte a digest of Fetch: 1 if it follows; and the slot headers of those, 512 bytes each,
-    as they stand in the sender's arena."""
+    """One byte a digest of Fetch: 1 if it follows; and what the sender knows of those, as `FACTS`
+    one after another, with the checksum of all of them."""
 
     call: int
+    kind: Kind
+    namespace: bytes
     present: bytes
-    headers: bytes
+    facts: bytes
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,7 @@ class Doubt:
     digest: bytes
 
 
-PEER_MESSAGES = MessageTable({1: Fetch, 2: Offer, 3: Doubt})
+PEER_MESSAGES = MessageTable({1: Fetch, 3: Doubt, 4: Offer})  # 2: headers in full, until then
 
 
 class PeerGone(Exception):
@@ -175,6 +184,48 @@ class PeerSocket:
     def close(self) -> None:
         """Idempotent; called by the thread that uses it."""
         self._sock.close()
+
+
+def pack_facts(entry: Entry) -> bytes:
+    """What an Offer says of one object."""
+    facts = entry.facts
+    return FACTS.pack(
+        facts.digest,
+        facts.block,
+        facts.payload_bytes,
+        entry.checksum,
+        entry.written_at_s,
+        facts.parent,
+        facts.domain,
+    )
+
+
+def read_offer(offer: Offer, fetch: Fetch, most_bytes: int) -> list[Entry | None]:
+    """What an offer says of each digest of its question: an entry that no state knows yet, or None
+    for what does not follow. Raises `WireError` for an offer that does not fit its question or of
+    an object of more than `most_bytes`."""
+    if (
+        (offer.call, offer.kind, offer.namespace) != (fetch.call, fetch.kind, fetch.namespace)
+        or len(offer.present) * DIGEST_BYTES != len(fetch.digests)
+        or offer.present.strip(b"\0\1")
+        or len(offer.facts) != FACTS.size * sum(offer.present)
+        or offer.checksum != checksum(offer.facts)
+    ):
+        raise WireError(f"an offer of {len(offer.facts)} bytes that does not fit its question")
+    rows = FACTS.iter_unpack(offer.facts)
+    out: list[Entry | None] = []
+    for wanted, present in zip(cut_digests(fetch.digests), offer.present, strict=True):
+        if not present:
+            out.append(None)
+            continue
+        digest, block, payload_bytes, total, written_at_s, parent, domain = next(rows)
+        if digest != wanted or not 0 < payload_bytes <= most_bytes:
+            raise WireError("an offer of something that was not asked for, or fits no slot")
+        facts = ObjectFacts(
+            fetch.kind, fetch.namespace, wanted, Digest(parent), block, domain, payload_bytes
+        )
+        out.append(copy_of(facts, total, written_at_s))
+    return out
 
 
 def refuse_odd_fetch(fetch: Fetch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
+from headrace.core.states import Visibility
 from headrace.kvstore.arena import Arena, Region
 from headrace.kvstore.layout import domain_tag, pack_slot_header
 from headrace.kvstore.objects import Entry, Saving
@@ -88,6 +89,21 @@ class Residents:
             self.arena.blank_header(self.regions[kind], slot)
         return slot
 
+    def take_all(self, kind: Kind, domain: bytes, count: int) -> list[int]:
+        """As `take`, up to `count` slots: fewer when nothing more may go."""
+        pool, order, group = self.pools[kind], self.orders[kind], self.group(domain)
+        at_once = min(count, pool.free, max(0, order.groups[group].most - order.taken[group]))
+        slots = pool.take_all(at_once)
+        order.taken[group] += at_once
+        for slot in slots:
+            self.arena.blank_header(self.regions[kind], slot)
+        while len(slots) < count:
+            made = self.take(kind, domain)
+            if made is None:
+                break
+            slots.append(made)
+        return slots
+
     def give(self, kind: Kind, slot: int, domain: bytes) -> None:
         """A slot reserved for that domain comes back unused."""
         self.pools[kind].give_reserved(slot)
@@ -104,6 +120,12 @@ class Residents:
         at = (ARENA_SEGMENT, slot, entry.generation)
         header = pack_slot_header(entry.facts, entry.checksum, *at, entry.written_at_s)
         self.arena.header(self.regions[entry.facts.kind], slot)[:] = header
+
+    def show_all(self, entries: Iterable[Entry]) -> None:
+        """As `show`, for objects of one kind that lie in their slots."""
+        for entry in entries:
+            assert entry.slot is not None
+            self.show(entry, entry.slot)
 
     def enter_written(self, entries: Sequence[Entry], slots: Sequence[int]) -> None:
         """As `enter`, for objects of one kind and domain whose headers their writer has written."""
@@ -150,6 +172,22 @@ class Residents:
         if not may_leave(entry):
             order.forbid(entry)
         elif order.allow(entry):
+            self.on_room()
+
+    def settle_all(self, entries: Iterable[Entry]) -> None:
+        """As `settle`, for objects of one kind."""
+        room = False
+        for entry in entries:
+            order = self.orders[entry.facts.kind]
+            if entry.slot is None or entry.visibility is Visibility.DROPPED:
+                self.settle(entry)
+            elif entry.pins or entry.leases:
+                order.forbid(entry)
+            elif may_leave(entry):
+                room |= order.allow(entry)
+            else:
+                order.forbid(entry)
+        if room:
             self.on_room()
 
     def touch(self, entry: Entry) -> None:

@@ -35,6 +35,14 @@ class SlotPool:
         self.reserved += 1
         return slot
 
+    def take_all(self, count: int) -> list[int]:
+        """As `take`, so many of the free ones."""
+        slots = [self._free.popleft() for _ in range(count)]
+        for slot in slots:
+            self._generations[slot] = (self._generations[slot] + 1) & 0xFFFF_FFFF
+        self.reserved += count
+        return slots
+
     def fill(self, count: int) -> None:
         """So many reserved slots hold their objects now."""
         self.reserved -= count

@@ -20,8 +20,16 @@ from headrace.core.frames import FrameCodec
 from headrace.core.limits import WireLimits
 from headrace.kvstore import Kind, StoreClient
 from headrace.kvstore.connection import attach
-from headrace.kvstore.layout import NO_DIGEST, ObjectFacts, SlotHeader, checksum
-from headrace.kvstore.peers_wire import PEER_MESSAGES, Fetch, Offer, PeerGone, PeerSocket
+from headrace.kvstore.copies import copy_of
+from headrace.kvstore.layout import NO_DIGEST, ObjectFacts, checksum
+from headrace.kvstore.peers_wire import (
+    PEER_MESSAGES,
+    Fetch,
+    Offer,
+    PeerGone,
+    PeerSocket,
+    pack_facts,
+)
 from headrace.kvstore.records import (
     ARENA_SEGMENT,
     IndexRecord,
@@ -75,20 +83,20 @@ class FakePeer:
             )
 
     def listed(self, number: int) -> bool:
-        return bool(
-            self.plain.exists(
-                record_key(Kind.KV, self.things.namespace, self.things.digest(number))
-            )
-        )
+        key = record_key(Kind.KV, self.things.namespace, self.things.digest(number))
+        return bool(self.plain.exists(key))
 
-    def header(self, number: int, **changes) -> bytes:
+    def facts(self, number: int, **changes) -> bytes:
         payload = self.things.payload(number)
         facts = ObjectFacts(
             Kind.KV, self.things.namespace, self.things.digest(number), NO_DIGEST, number,
             bytes(16), len(payload),
         )  # fmt: skip
-        sum_ = changes.pop("checksum", checksum(payload))
-        return SlotHeader(facts._replace(**changes), sum_, ARENA_SEGMENT, 0, 1, 6).pack()
+        return pack_facts(copy_of(facts._replace(**changes), checksum(payload), 6))
+
+    def offer(self, call: int, present: bytes, facts: bytes, **changes) -> bytes:
+        right = Offer(call, Kind.KV, self.things.namespace, present, facts, checksum(facts))
+        return self.frame(replace(right, **changes))
 
     def frame(self, message) -> bytes:
         return FrameCodec(TOKEN, 1 << 20).encode(PEER_MESSAGES.encode(message))
@@ -141,9 +149,7 @@ async def test_a_fake_that_answers_rightly_is_believed(pair, things, fake):
     await pair.start()
     b = await pair.b.client()
     fake.list(0)
-    fake.answer = lambda fetch: (
-        fake.frame(Offer(fetch.call, b"\1", fake.header(0))) + things.payload(0)
-    )
+    fake.answer = lambda fetch: fake.offer(fetch.call, b"\1", fake.facts(0)) + things.payload(0)
     (place,) = await b.open_prefix([things.digest(0)], None)
     dest = bytearray(3000)
     assert b.read_into(place, things.digest(0), dest) and bytes(dest) == things.payload(0)
@@ -151,32 +157,26 @@ async def test_a_fake_that_answers_rightly_is_believed(pair, things, fake):
 
 LIES = {
     "a bit of the payload": lambda f, t, c: (
-        f.frame(Offer(c, b"\1", f.header(0))) + bytes([t.payload(0)[0] ^ 1]) + t.payload(0)[1:]
+        f.offer(c, b"\1", f.facts(0)) + bytes([t.payload(0)[0] ^ 1]) + t.payload(0)[1:]
     ),
-    "another object's bytes": lambda f, t, c: f.frame(Offer(c, b"\1", f.header(0))) + t.payload(1),
-    "another object": lambda f, t, c: f.frame(Offer(c, b"\1", f.header(1))) + t.payload(1),
+    "another object's bytes": lambda f, t, c: f.offer(c, b"\1", f.facts(0)) + t.payload(1),
+    "another object": lambda f, t, c: f.offer(c, b"\1", f.facts(1)) + t.payload(1),
     "another namespace": lambda f, t, c: (
-        f.frame(Offer(c, b"\1", f.header(0, namespace=bytes(32)))) + t.payload(0)
+        f.offer(c, b"\1", f.facts(0), namespace=bytes(32)) + t.payload(0)
     ),
-    "another kind": lambda f, t, c: (
-        f.frame(Offer(c, b"\1", f.header(0, kind=Kind.SWA))) + t.payload(0)
-    ),
+    "another kind": lambda f, t, c: f.offer(c, b"\1", f.facts(0), kind=Kind.SWA) + t.payload(0),
     "longer than a slot": lambda f, t, c: (
-        f.frame(Offer(c, b"\1", f.header(0, payload_bytes=1 << 30))) + t.payload(0)
+        f.offer(c, b"\1", f.facts(0, payload_bytes=1 << 30)) + t.payload(0)
     ),
-    "no length": lambda f, t, c: f.frame(Offer(c, b"\1", f.header(0, payload_bytes=0))),
-    "a damaged header": lambda f, t, c: (
-        f.frame(Offer(c, b"\1", f.header(0)[:-1] + b"\0")) + t.payload(0)
+    "no length": lambda f, t, c: f.offer(c, b"\1", f.facts(0, payload_bytes=0)),
+    "damaged facts": lambda f, t, c: (
+        f.offer(c, b"\1", f.facts(0, block=7), checksum=checksum(f.facts(0))) + t.payload(0)
     ),
-    "more headers than asked": lambda f, t, c: (
-        f.frame(Offer(c, b"\1\1", f.header(0) * 2)) + t.payload(0) * 2
-    ),
-    "fewer headers than said": lambda f, t, c: f.frame(Offer(c, b"\1", b"")) + t.payload(0),
-    "an answer to another": lambda f, t, c: (
-        f.frame(Offer(c + 1, b"\1", f.header(0))) + t.payload(0)
-    ),
-    "a strange mark": lambda f, t, c: f.frame(Offer(c, b"\7", f.header(0))) + t.payload(0),
-    "half a payload": lambda f, t, c: f.frame(Offer(c, b"\1", f.header(0))) + t.payload(0)[:1000],
+    "more facts than asked": lambda f, t, c: f.offer(c, b"\1\1", f.facts(0) * 2) + t.payload(0) * 2,
+    "fewer facts than said": lambda f, t, c: f.offer(c, b"\1", b"") + t.payload(0),
+    "an answer to another": lambda f, t, c: f.offer(c + 1, b"\1", f.facts(0)) + t.payload(0),
+    "a strange mark": lambda f, t, c: f.offer(c, b"\7", f.facts(0)) + t.payload(0),
+    "half a payload": lambda f, t, c: f.offer(c, b"\1", f.facts(0)) + t.payload(0)[:1000],
     "noise": lambda f, t, c: os.urandom(600),
     "a question": lambda f, t, c: f.frame(Fetch(c, Kind.KV, bytes(32), bytes(32))),
     "nothing": lambda f, t, c: b"",
@@ -213,7 +213,7 @@ async def test_what_a_peer_has_not_costs_its_record(pair, things, fake, wait_unt
     def answer(fetch: Fetch) -> bytes:
         if things.digest(1) in fetch.digests:
             fake.list(1, generation=9)  # written anew while we asked
-        return fake.frame(Offer(fetch.call, b"\0" * (len(fetch.digests) // 32), b""))
+        return fake.offer(fetch.call, b"\0" * (len(fetch.digests) // 32), b"")
 
     fake.answer = answer
     assert await b.open_prefix([things.digest(0), things.digest(1)], None) == ()
@@ -258,7 +258,7 @@ async def test_slots_come_back_only_when_the_transfer_has_let_go(pair, things, f
 
     def answer(fetch: Fetch) -> bytes:
         sent.set()
-        return fake.frame(Offer(fetch.call, b"\1", fake.header(0))) + things.payload(0)[:2000]
+        return fake.offer(fetch.call, b"\1", fake.facts(0)) + things.payload(0)[:2000]
 
     fake.answer = answer
     assert await b.open_prefix([things.digest(0)], None) == ()
@@ -361,7 +361,9 @@ async def test_the_other_store_dies_or_stops(
             PEER_MESSAGES.encode(Fetch(1, Kind.KV, bytes(32), bytes(33)))
         ),
         FrameCodec(TOKEN, 1 << 20).encode(PEER_MESSAGES.encode(Fetch(1, Kind.KV, bytes(32), b""))),
-        FrameCodec(TOKEN, 1 << 20).encode(PEER_MESSAGES.encode(Offer(1, b"", b""))),
+        FrameCodec(TOKEN, 1 << 20).encode(
+            PEER_MESSAGES.encode(Offer(1, Kind.KV, bytes(32), b"", b"", 0))
+        ),
         FrameCodec(TOKEN, 1 << 20).encode(b"\xc1"),
     ],
     ids=["http", "noise", "token", "namespace", "digests", "none", "offer", "msgpack"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from dataclasses import replace
 
 import pytest
 import redis
@@ -13,7 +14,15 @@ from headrace.core.errors import WireError
 from headrace.core.frames import FrameCodec
 from headrace.core.limits import WireLimits
 from headrace.kvstore import Kind, peers_serve
-from headrace.kvstore.peers_wire import ASK_BYTES, PEER_MESSAGES, Fetch, Offer, PeerSocket
+from headrace.kvstore.peers_wire import (
+    ASK_BYTES,
+    FACTS,
+    MOST_OBJECTS,
+    PEER_MESSAGES,
+    Fetch,
+    Offer,
+    PeerSocket,
+)
 from headrace.kvstore.records import LiveStore
 
 TOKEN = "a cluster token of tests"
@@ -86,7 +95,7 @@ async def test_a_byte_now_and_then_does_not_lengthen_the_stay(pair, things):
 async def test_no_more_is_announced_than_a_message_needs(pair, things, monkeypatch):
     monkeypatch.setattr(peers_serve, "_FIRST_FRAME_S", 600.0)  # it is not the deadline that ends it
     await pair.start()
-    whole = PEER_MESSAGES.encode(Fetch(1 << 31, Kind.KV, bytes(32), bytes(32 * 256)))
+    whole = PEER_MESSAGES.encode(Fetch(1 << 31, Kind.KV, bytes(32), bytes(32 * MOST_OBJECTS)))
     assert ASK_BYTES - 256 < len(whole) <= ASK_BYTES
     head = FrameCodec(TOKEN, 1 << 20).encode(bytes(ASK_BYTES + 1))[:24]
     host, port = peer_ports(pair)[0]
@@ -101,10 +110,11 @@ def test_the_largest_offer_fits_and_one_above_its_bound_is_refused():
         host, port = server.getsockname()
         asking = PeerSocket.connect(f"tcp://{host}:{port}", TOKEN, WireLimits())
         answering = PeerSocket(server.accept()[0], TOKEN, WireLimits())
-        offer = Offer(1 << 31, bytes(256), bytes(512 * 256))
+        facts = bytes(FACTS.size * MOST_OBJECTS)
+        offer = Offer(1 << 31, Kind.KV, bytes(32), bytes(MOST_OBJECTS), facts, 1 << 63)
         answering.send(offer)
         assert asking.receive() == offer
-        answering.send(Offer(1, bytes(256), bytes(512 * 257)))
+        answering.send(replace(offer, facts=facts + bytes(3 * FACTS.size)))
         with pytest.raises(WireError, match="frame"):
             asking.receive()
         asking.close()

@@ -1,0 +1,101 @@
+"""Copies of other stores' objects by the batch: made, entered, held and let go.
+
+What one step costs an object, a batch pays a few times: a chain of a long prompt is thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from headrace.core.ids import Digest
+from headrace.core.states import Visibility
+from headrace.kvstore.layout import ObjectFacts
+from headrace.kvstore.objects import Entry, Saving, object_key
+from headrace.kvstore.settings import Kind
+from headrace.kvstore.state import StoreState
+
+
+def copy_of(facts: ObjectFacts, checksum: int, written_at_s: int) -> Entry:
+    """An entry that no state knows yet. Its owner keeps the object on disk and lists it: this copy
+    lives in the arena only."""
+    key = object_key(facts.kind, facts.namespace, facts.digest)
+    given_up = Saving.GIVEN_UP
+    return Entry(key, facts, checksum, written_at_s, Visibility.SEALED, given_up, copy=True)
+
+
+def take_slots(state: StoreState, copies: Sequence[Entry]) -> list[int]:
+    """Reserve a slot for each of `copies`, of one kind, from the first on as far as there is room;
+    the caller fills them."""
+    slots: list[int] = []
+    for domain, group in groupby(copies, key=_domain):
+        count = len(list(group))
+        taken = state.residents.take_all(copies[0].facts.kind, domain, count)
+        slots += taken
+        if len(taken) < count:
+            break
+    return slots
+
+
+def enter_copies(
+    state: StoreState, copies: Sequence[Entry], slots: Sequence[int], pins: int
+) -> list[Entry]:
+    """Make `copies`, of one kind, readable in the reserved slots that hold their verified bytes;
+    the objects of their keys, with so many pins more. An earlier one of a key stays, and its slot
+    is free again."""
+    residents, objects = state.residents, state.objects
+    out: list[Entry] = []
+    old: list[Entry] = []
+    for _, group in groupby(zip(copies, slots, strict=True), key=lambda pair: _domain(pair[0])):
+        new: list[Entry] = []
+        places: list[int] = []
+        for copy, slot in group:
+            known = objects.get(copy.key)
+            if known is None:
+                state.know(copy)
+                new.append(copy)
+                places.append(slot)
+            else:
+                residents.give(copy.facts.kind, slot, copy.facts.domain)
+                old.append(known)
+            out.append(known or copy)
+        if new:
+            residents.enter_written(new, places)
+            residents.show_all(new)
+    for entry in out:
+        entry.pins += pins
+    residents.settle_all(old if pins else out)  # what is new may not leave yet
+    return out
+
+
+def find_all(
+    state: StoreState, kind: Kind, namespace: bytes, digests: Iterable[Digest]
+) -> list[Entry | None]:
+    """The entry of each digest, as `StoreState.find`."""
+    before, get = object_key(kind, namespace, b""), state.objects.get
+    return [get(before + digest) for digest in digests]
+
+
+def pin_all(state: StoreState, entries: Iterable[Entry]) -> None:
+    """As `StoreState.pin`, for each."""
+    new: list[Entry] = []
+    for entry in entries:
+        entry.pins += 1
+        if entry.pins == 1:
+            new.append(entry)
+    state.residents.settle_all(new)
+
+
+def unpin_all(state: StoreState, entries: Sequence[Entry]) -> None:
+    """As `StoreState.unpin`, for each, the last first: of a chain the tail leaves before the
+    head."""
+    free: list[Entry] = []
+    for entry in reversed(entries):
+        entry.pins -= 1
+        if not entry.pins:
+            free.append(entry)
+    state.residents.settle_all(free)
+
+
+def _domain(entry: Entry) -> bytes:
+    return entry.facts.domain
