@@ -182,9 +182,11 @@ class Generator:
         if ask.chat is not None:
             chat = ask.chat
             made = await _maybe_in_thread(large, lambda: self._protocols.chat_prompt(chat))
-            speaker = partial(made.speaker, request_id, ask.model, self._protocols.tokenizer)
+            tokenizer = self._protocols.tokenizer
+            speaker = partial(made.speaker, request_id, ask.model, tokenizer, ask.include_usage)
             return Prompt(made.token_ids, made.temperature, made.top_p, speaker)
-        speaker = partial(self._protocols.completion_speaker, request_id, ask.model, ask.stop)
+        speak = self._protocols.completion_speaker
+        speaker = partial(speak, request_id, ask.model, ask.stop, ask.include_usage)
         vocabulary = self._protocols.vocabulary
         if isinstance(ask.prompt, str):
             text = ask.prompt

@@ -55,6 +55,9 @@ class Speaker(Protocol):
     """Turns one attempt's tokens into the endpoint's JSON. `push` and `finish` give stream events;
     `whole` gives the plain answer after `finish`. Nothing is pushed after `stopped` is True.
 
+    A stream tells its usage only when asked to: then an event without choices is the last, and the
+    field is null in those before it. A plain answer always does.
+
     `n_tokens`: those pushed so far, up to the one that completed a stop string. Which ones come in
     one piece is chance, and what a client reads and pays for must not depend on it."""
 
@@ -88,8 +91,11 @@ class ChatPrompt:
         value = self._request.inference_options.top_p
         return 1.0 if value is None else float(value)
 
-    def speaker(self, request_id: str, model: str, tokenizer: recipe.Tokenizer) -> Speaker:
-        return _ChatSpeaker(self._request, f"chatcmpl-{request_id}", model, tokenizer)
+    def speaker(
+        self, request_id: str, model: str, tokenizer: recipe.Tokenizer, include_usage: bool
+    ) -> Speaker:
+        id = f"chatcmpl-{request_id}"
+        return _ChatSpeaker(self._request, id, model, tokenizer, include_usage)
 
 
 class Protocols:
@@ -137,18 +143,27 @@ class Protocols:
             return token_ids
         return as_token_ids([part for i in token_ids for part in marks.get(i, (i,))])
 
-    def completion_speaker(self, request_id: str, model: str, stop: tuple[str, ...]) -> Speaker:
-        return _CompletionSpeaker(f"cmpl-{request_id}", model, stop, self.vocabulary)
+    def completion_speaker(
+        self, request_id: str, model: str, stop: tuple[str, ...], include_usage: bool
+    ) -> Speaker:
+        id = f"cmpl-{request_id}"
+        return _CompletionSpeaker(id, model, stop, self.vocabulary, include_usage)
 
 
 class _ChatSpeaker:
     def __init__(
-        self, request: recipe.ConversationRequest, id: str, model: str, tokenizer: recipe.Tokenizer
+        self,
+        request: recipe.ConversationRequest,
+        id: str,
+        model: str,
+        tokenizer: recipe.Tokenizer,
+        include_usage: bool,
     ) -> None:
         generator = recipe.ChatCompletionRequest.chunk_generator(request, id, model)
         self._processor = recipe.StreamProcessor(generator, request.parsing_options, tokenizer)
         self._identity = (id, model)
-        self._last: bytes | None = None  # the chunk with finish reason and usage
+        self._include_usage = include_usage
+        self._last: Json = {}  # the library's chunk with the finish reason and its own usage
         self._chunks: list[Any] = []
         self._usage: Usage | None = None
         self.n_tokens = 0
@@ -174,8 +189,8 @@ class _ChatSpeaker:
             out = self._take(self._processor.push(recipe.InferenceChunk.finish(_FINISH[reason])))
             out += self._take(self._processor.finish())
         self._usage = usage
-        if self._last is not None:
-            out.append(_with_usage(self._last, usage))
+        if self._include_usage:
+            out.append(_with_usage(self._last | {"choices": []}, usage))
         return out
 
     def whole(self) -> bytes:
@@ -184,26 +199,34 @@ class _ChatSpeaker:
         response = recipe.ChatCompletionResponse(id, model, int(time.time()), 0, 0)
         for chunk in self._chunks:
             response.accumulate(chunk)
-        return _with_usage(response.to_json().encode(), self._usage)
+        return _with_usage(orjson.loads(response.to_json()), self._usage)
 
     def _take(self, chunks: Iterable[Any]) -> list[bytes]:
-        """JSON of these chunks. The one with the usage is kept back: how much of the prompt was
-        cached is known only when the replica reports, after a stop string maybe never."""
+        """JSON of these chunks. The library puts a usage of its own beside the finish reason; the
+        true one comes later: what was cached is known only when the replica reports."""
         out: list[bytes] = []
         for chunk in chunks:
             payload = chunk.to_json().encode()
             self._chunks.append(chunk)
             if self._processor.finished and b'"usage":{' in payload:
-                self._last = payload
-            else:
-                out.append(payload)
+                self._last = orjson.loads(payload)
+                payload = orjson.dumps(_without_usage(self._last, self._include_usage))
+            out.append(payload)
         return out
 
 
 class _CompletionSpeaker:
-    def __init__(self, id: str, model: str, stop: tuple[str, ...], vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        stop: tuple[str, ...],
+        vocabulary: Vocabulary,
+        include_usage: bool,
+    ) -> None:
         self._head = {"id": id, "object": "text_completion", "created": int(time.time())}
         self._head["model"] = model
+        self._include_usage = include_usage
         self._text = TextStream(vocabulary)
         self._scanner = StopScanner(stop)
         self._parts: list[str] = []
@@ -232,8 +255,9 @@ class _CompletionSpeaker:
                 text += self._scanner.finish()
         self._reason = FinishReason.STOP if self.stopped else reason
         self._usage = usage
-        out = self._say(text)
-        out.append(orjson.dumps(self._body("", self._reason.value) | {"usage": usage.body()}))
+        out = [*self._say(text), self._event("", self._reason.value)]
+        if self._include_usage:
+            out.append(orjson.dumps({**self._head, "choices": [], "usage": usage.body()}))
         return out
 
     def whole(self) -> bytes:
@@ -245,21 +269,29 @@ class _CompletionSpeaker:
         if not text:
             return []
         self._parts.append(text)
-        return [orjson.dumps(self._body(text, None) | {"usage": None})]
+        return [self._event(text, None)]
+
+    def _event(self, text: str, reason: str | None) -> bytes:
+        return orjson.dumps(_without_usage(self._body(text, reason), self._include_usage))
 
     def _body(self, text: str, reason: str | None) -> Json:
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
         return {**self._head, "choices": [choice]}
 
 
-def _with_usage(payload: bytes, usage: Usage) -> bytes:
+def _with_usage(body: Json, usage: Usage) -> bytes:
     """A chunk or response of the library with the true counts in place of its own."""
-    body = orjson.loads(payload)
+    counts = usage.body()
     details = body["usage"].get("completion_tokens_details")
-    body["usage"] = usage.body()
     if details is not None:
-        body["usage"]["completion_tokens_details"] = details
-    return orjson.dumps(body)
+        counts["completion_tokens_details"] = details
+    return orjson.dumps(body | {"usage": counts})
+
+
+def _without_usage(body: Json, include_usage: bool) -> Json:
+    """A stream event that is not the one with the counts."""
+    rest = {name: value for name, value in body.items() if name != "usage"}
+    return rest | {"usage": None} if include_usage else rest
 
 
 def _message_of(error: recipe.ConversionError) -> str:

@@ -6,6 +6,7 @@ import json
 import unicodedata
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -184,7 +185,7 @@ async def test_a_tool_call_is_parsed(rigs: Any) -> None:
 
 
 async def test_stream_events_join_to_the_plain_answer(rigs: Any) -> None:
-    """Multi-byte characters across tokens, a stop string across tokens, usage in the last chunk."""
+    """Multi-byte characters across tokens, a stop string across tokens."""
     async with rigs() as rig:
         text = "Grüße, 水車 😀 and so on. STOP not this"
         rig.decodes[0].script.token_ids = V.encode_plain(text).tolist()
@@ -193,28 +194,46 @@ async def test_stream_events_join_to_the_plain_answer(rigs: Any) -> None:
         answer = (await rig.client.post("/v1/chat/completions", json=body)).json()
         assert answer["choices"][0]["message"]["content"] == "Grüße, 水車 😀 and so on. "
         assert answer["choices"][0]["finish_reason"] == "stop"
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        joined, usages, done = "", [], False
-        async with rig.client.stream(
-            "POST", "/v1/chat/completions", json=body | options
-        ) as streamed:
-            assert streamed.headers["content-type"].startswith("text/event-stream")
-            async for line in streamed.aiter_lines():
-                data = line.removeprefix("data: ")
-                done = done or data == "[DONE]"
-                if data.startswith("{"):
-                    chunk = json.loads(data)
-                    joined += chunk["choices"][0]["delta"].get("content") or ""
-                    usages.append(chunk["usage"])
-        assert joined == answer["choices"][0]["message"]["content"] and done
-        assert usages[-1] == answer["usage"] and set(map(str, usages[:-1])) == {"None"}
+        streamed = await rig.client.post("/v1/chat/completions", json=body | {"stream": True})
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(streamed)]
+        joined = "".join(delta.get("content") or "" for delta in deltas)
+        assert joined == answer["choices"][0]["message"]["content"]
 
 
-async def test_cached_tokens_come_from_the_replica(rigs: Any) -> None:
+@pytest.mark.parametrize("stop", [[], ["mill"]], ids=["to the end", "to a stop string"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_stream_tells_its_usage_when_asked_and_then_last(
+    rigs: Any, path: str, stop: list[str]
+) -> None:
+    """The shape that OpenAI documents: an event without choices, and null in all before it."""
     async with rigs() as rig:
         rig.decodes[0].script.hit_tokens = 128
-        body = {"model": "scripted", "messages": turn("word " * 200), "stream": True}
-        answer = await rig.client.post("/v1/chat/completions", json=body)
-        last = json.loads(answer.text.split("\n\n")[-3].removeprefix("data: "))
-        assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 128}
-        assert rig.records()[-1]["cached_tokens"] == 128
+        text = "word " * 200
+        body = {"model": "scripted", "stop": stop}
+        body |= {"messages": turn(text)} if "chat" in path else {"prompt": text}
+        plain = (await rig.client.post(path, json=body)).json()
+        reasons = [plain["choices"][0]["finish_reason"]]
+        if not stop:  # the replica's word comes with its end, which nobody waits for after a stop
+            assert plain["usage"]["prompt_tokens_details"] == {"cached_tokens": 128}
+            assert rig.records()[-1]["cached_tokens"] == 128
+        for options in ({}, {"stream_options": {}}, {"stream_options": {"include_usage": False}}):
+            events = chunks_of(await rig.client.post(path, json=body | {"stream": True} | options))
+            assert not any("usage" in event for event in events)
+            assert [r for e in events if (r := e["choices"][0]["finish_reason"])] == reasons
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *events, last = chunks_of(await rig.client.post(path, json=body | options))
+        told = plain["usage"].keys() - ({"prompt_tokens_details"} if stop else set())
+        assert last["choices"] == [] and last["usage"].keys() == plain["usage"].keys()
+        assert {n: last["usage"][n] for n in told} == {n: plain["usage"][n] for n in told}
+        assert {event["usage"] for event in events} == {None}
+        assert [r for e in events if (r := e["choices"][0]["finish_reason"])] == reasons
+        names = ("id", "object", "model", "created")
+        assert [last[name] for name in names] == [events[0][name] for name in names]
+
+
+def chunks_of(streamed: httpx.Response) -> list[Any]:
+    """The events of a stream that ended with its end mark."""
+    *events, end, nothing = streamed.text.split("\n\n")
+    assert (end, nothing) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]

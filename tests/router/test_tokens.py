@@ -82,7 +82,7 @@ def test_a_chat_cut_inside_a_character_keeps_the_text_before_it(size: int) -> No
     half = next(i for i in range(V.size) if V.token_bytes(i) == b"\xc3")
     ids = [*V.encode_plain("the river runs"), half, *V.encode_plain(" on"), half]
     chat = {"messages": [{"role": "user", "content": "go"}], "stream": False}
-    speaker = protocols.chat_prompt(chat).speaker("id", "m", protocols.tokenizer)
+    speaker = protocols.chat_prompt(chat).speaker("id", "m", protocols.tokenizer, False)
     for begin in range(0, len(ids), size):
         speaker.push(ids[begin : begin + size])
     speaker.finish(FinishReason.LENGTH, Usage(1, len(ids), 0))
