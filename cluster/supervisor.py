@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib.util import find_spec
+from typing import Any
 
 from headrace.cluster.config import ClusterConfig
 from headrace.cluster.deaths import Deaths
@@ -62,6 +63,9 @@ class Watched:
     revived: int = 0
 
 
+_KEPT = ("pid", "started_ticks", "boot_id", "lives", "revived")  # when the supervisor starts anew
+
+
 @dataclass(slots=True)
 class Watch:
     """The supervisor's memory. Not thread-safe."""
@@ -74,6 +78,14 @@ class Watch:
     def expect(self, roles: Iterable[tuple[Role, str]]) -> None:
         now_s = self.clock.now_s()
         self.roles = {name: Watched(role, name, now_s) for role, name in roles}
+
+    def remember(self, reported: Iterable[Mapping[str, Any]]) -> None:
+        """Go on counting from `roles` of an earlier supervisor's report on this run."""
+        for values in reported:
+            watched = self.roles.get(values["name"])
+            if watched is not None:
+                for name in _KEPT:
+                    setattr(watched, name, values[name])
 
     def look(self, members: Iterable[Member]) -> dict[str, Action]:
         """Take in a fresh membership and say what to do, for roles that need something."""
@@ -141,6 +153,9 @@ class SupervisorThread:
         self._error = ""
         self._watch = Watch(config.times.restart_after_s, config.times.ready_s)
         self._watch.expect(config.expected_roles())
+        state = run.read_state()
+        self._run_id = [state.sid, state.started_ticks, state.boot_id] if state else []
+        self._watch.remember(self._reported())
         self._thread = threading.Thread(target=self._main, name="supervisor", daemon=True)
         self._thread.start()
 
@@ -188,11 +203,21 @@ class SupervisorThread:
                 async with asyncio.timeout(10.0):
                     await asyncio.to_thread(self._ensure, watched.role, name)
 
+    def _reported(self) -> list[dict[str, Any]]:
+        """What a supervisor before this one, which ended, knew of the roles of this run."""
+        try:
+            report = json.loads(self._run_dir.report_file.read_text())
+            roles: list[dict[str, Any]] = report["roles"]
+            return roles if self._run_id and report["run"] == self._run_id else []
+        except (OSError, ValueError, KeyError, TypeError):  # none yet, or of another build
+            return []
+
     def _report(self, stale: bool) -> None:
         roles = [asdict(watched) for watched in self._watch.roles.values()]
         report = {
             "wall_s": SYSTEM_CLOCK.wall_s(),
             "pid": os.getpid(),
+            "run": self._run_id,
             "build": build_id(),
             "membership_stale": stale,
             "error": self._error,

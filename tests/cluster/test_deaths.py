@@ -180,6 +180,19 @@ async def test_the_supervisor_tells_a_death_and_status_the_life(
         one = replace(one, boot_id=BootId("b2"), pid=os.getpid())
         assert await board.announce(one)
         assert (await life(2))["pid"] == os.getpid()
+        # the next supervisor of this run goes on counting, that of the next run begins anew
+        for ticks_later, lives in ((0, 2), (1, 1)):
+            assert await asyncio.to_thread(supervisor.stop, 60.0)
+            state = run.read_state()
+            assert state is not None
+            run.write_state(replace(state, started_ticks=state.started_ticks + ticks_later))
+            caplog.clear()
+            supervisor = SupervisorThread(config, run, lambda role, name: None)
+            async with asyncio.timeout(120.0):
+                while not caplog.messages:
+                    assert await board.announce(one)
+                    await asyncio.sleep(0.01)
+            assert caplog.messages == [f"decode-0 serves: pid {os.getpid()}, life {lives}"]
     finally:
         assert await asyncio.to_thread(supervisor.stop, 60.0)
         await board.close()

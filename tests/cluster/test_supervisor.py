@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from headrace.cluster.session import read_process
-from headrace.cluster.supervisor import Action, Watch, check_builds
+from headrace.cluster.supervisor import Action, Watch, Watched, check_builds
 from headrace.core.card import Member, ModelCard, Role
 from headrace.core.clock import FakeClock
 from headrace.core.errors import ConfigError
@@ -106,6 +106,21 @@ def test_coming_back_in_time_is_no_case_for_action_and_counts_a_life() -> None:
     clock.advance(19.0)
     assert watched.look([member("decode-1")]) == {}
     assert watched.roles["decode-0"].lives == 2
+
+
+def test_the_count_goes_on_in_the_next_supervisor() -> None:
+    clock = FakeClock()
+    first, second = watch(clock), watch(clock)
+    for boot in ("b1", "b2"):
+        first.look([member("decode-0", boot=boot), member("decode-1")])
+    clock.advance(21.0)
+    first.look([member("decode-1")])
+    second.remember([asdict(first.roles["decode-0"]), asdict(Watched(Role.DECODE, "gone", 0.0))])
+    assert second.roles["decode-0"].state == "absent" and "gone" not in second.roles
+    second.look([member("decode-0", boot="b2")])
+    assert (second.roles["decode-0"].lives, second.roles["decode-0"].revived) == (2, 1)
+    second.look([member("decode-0", boot="b3"), member("decode-1")])
+    assert [one.lives for one in second.roles.values()] == [3, 1]
 
 
 def test_time_without_redis_is_nobodys_absence() -> None:

@@ -127,17 +127,27 @@ def test_decode_killed_before_its_first_token(
 
 
 def test_killed_supervisor_comes_back(live: Live, until: Until) -> None:
-    before = live.view()["supervisor"]["pid"]
-    live.kill(before)
-    until(lambda: live.view()["supervisor"]["pid"] != before, 45.0, "no new report")
+    before = live.view()["supervisor"]
+    live.kill(before["pid"])
+    until(lambda: live.view()["supervisor"]["pid"] != before["pid"], 45.0, "no new report")
     assert live.exists({"pid": live.view()["supervisor"]["pid"]})
     live.settled()
+    # nobody else began a new life: the count goes on where it was
+    lives = lambda report: {role["name"]: role["lives"] for role in report["roles"]}  # noqa: E731
+    assert lives(live.view()["supervisor"]) == lives(before)
+    assert min(lives(before).values()) >= 1
+
+
+def report(live: Live, name: str) -> dict[str, Any]:
+    """What the supervisor wrote of a role."""
+    roles: list[dict[str, Any]] = live.view()["supervisor"]["roles"]
+    return next(role for role in roles if role["name"] == name)
 
 
 def test_a_frozen_replica_is_replaced_by_the_supervisor(
     live: Live, llm: LLM, ids: Ids, until: Until
 ) -> None:
-    before = live.role("decode-0")
+    before, reported = live.role("decode-0"), report(live, "decode-0")
     with live.frozen(before["pid"]):
         # Ray sees a living process; only its silence tells
         until(lambda: live.role("decode-0")["state"] == "absent", 10.0, "still a member")
@@ -146,5 +156,5 @@ def test_a_frozen_replica_is_replaced_by_the_supervisor(
         until(lambda: not live.exists(before), 30.0, "nobody ended it")
     live.settled()
     assert live.role("decode-0")["boot_id"] != before["boot_id"]
-    report = next(r for r in live.view()["supervisor"]["roles"] if r["name"] == "decode-0")
-    assert report["revived"] == 1
+    after = report(live, "decode-0")
+    assert (after["revived"], after["lives"]) == (reported["revived"] + 1, reported["lives"] + 1)
