@@ -95,8 +95,9 @@ class PeerServer:
     """The listening end of a role.
 
     `handlers` maps message classes to `f(peer, message)`, called in the order of arrival on the
-    loop's thread and not allowed to wait; a class not in it ends the connection. `on_left(peer)` is
-    called exactly once for every peer that was greeted, after its last message.
+    loop's thread and not allowed to wait; a class not in it ends the connection. `on_joined(peer)`
+    is called when a peer was greeted, before its first message, and `on_left(peer)` exactly once
+    for each, after its last one.
 
     `refused` counts connections that ended because of what came on them, `failed` messages whose
     handler raised: the sender is told that this job failed here."""
@@ -108,10 +109,12 @@ class PeerServer:
         on_left: Callable[[Peer], None],
         token: str,
         limits: WireLimits,
+        on_joined: Callable[[Peer], None] = lambda peer: None,
     ) -> None:
         self._hello = hello
         self._handlers = dict(handlers)
         self._on_left = on_left
+        self._on_joined = on_joined
         self._token = token
         self._limits = limits
         self._server: asyncio.Server | None = None
@@ -161,6 +164,7 @@ class PeerServer:
     async def _receive(self, peer: Peer) -> None:
         self.peers.append(peer)
         try:
+            self._on_joined(peer)
             async for message in peer.link:
                 handle = self._handlers.get(type(message))
                 if handle is None:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sized
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -54,8 +54,8 @@ class ReplicaSizes:
 class ReplicaShell:
     """State, identity, listening socket and end of one replica. Owned by one event loop.
 
-    `handlers` as in `PeerServer`; Drain is handled here. `on_left(peer)` is called for every peer
-    that leaves, `on_drain()` once when a drain begins."""
+    `handlers`, `on_joined` and `on_left` as in `PeerServer`; Drain is handled here. `on_drain()` is
+    called once when a drain begins."""
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class ReplicaShell:
         kind: Role,
         sizes: ReplicaSizes,
         handlers: Handlers,
+        on_joined: Callable[[Peer], None],
         on_left: Callable[[Peer], None],
         on_drain: Callable[[], None],
     ) -> None:
@@ -86,6 +87,7 @@ class ReplicaShell:
             self._peer_left,
             role.token,
             role.deployment.wire,
+            on_joined,
         )
 
     # ---- what it says of itself ------------------------------------------------------------
@@ -115,9 +117,11 @@ class ReplicaShell:
         """Remember the highest dispatch number of a router, for its load reports."""
         self._dispatches[router] = max(self._dispatches.get(router, 0), dispatch)
 
-    def report(self, make: Callable[[int], LoadReport]) -> None:
-        """Post `make(last dispatch of that router)` to every connected router."""
-        for router in self.server.routers():
+    def report(
+        self, make: Callable[[int], LoadReport], routers: Iterable[Peer] | None = None
+    ) -> None:
+        """Post `make(last dispatch of that router)` to these routers, or to all connected ones."""
+        for router in self.server.routers() if routers is None else routers:
             report = make(self._dispatches.get(router, 0))
             router.post(replace(report, wire_refused=self.server.refused))
 
@@ -258,6 +262,7 @@ class Replica(ABC, Generic[W]):
             kind,
             sizes,
             {job: self._on_job, Cancel: self._on_cancel, **(others or {})},
+            self._on_joined,
             self._on_left,
             self._on_drain,
         )
@@ -335,6 +340,11 @@ class Replica(ABC, Generic[W]):
     def _on_cancel(self, router: Peer, message: Cancel) -> None:
         if self.work is not None:
             self.work.cancel(message.key)
+
+    def _on_joined(self, peer: Peer) -> None:
+        """A router that has just come chooses by what is here, not by what it sends itself."""
+        if self.work is not None and peer.hello.role is Role.ROUTER:
+            self.shell.report(self.load_report, [peer])
 
     def _on_left(self, peer: Peer) -> None:
         if self.work is not None:

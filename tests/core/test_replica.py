@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from headrace.core import replica as replicas
 from headrace.core.card import Member, ModelCard, Role
 from headrace.core.deployment import Deployment
 from headrace.core.errors import ConfigError, HeadraceError
-from headrace.core.ids import JobKey, RequestId
-from headrace.core.messages import LoadReport, PrefillJob
-from headrace.core.peers import Peer
+from headrace.core.ids import JobKey, RequestId, new_boot_id
+from headrace.core.messages import Hello, LoadReport, PrefillJob
+from headrace.core.peers import Peer, introduce
 from headrace.core.replica import Opened, Replica, ReplicaSizes
 from headrace.core.role import RoleSettings
 from headrace.core.states import ReplicaState
@@ -145,3 +146,32 @@ async def test_a_failure_of_what_it_serves_with_ends_it(role) -> None:
         await replica.run()
     await replica.close()
     assert replica.log[-3:] == CLOSED
+
+
+async def test_a_router_is_told_the_load_when_it_joins(role, monkeypatch) -> None:
+    monkeypatch.setattr(replicas, "REPORT_S", 3600.0)  # so that none comes by the clock
+    replica = Small(role)
+    await replica.start()
+    heard: dict[Role, list[LoadReport]] = {Role.DECODE: [], Role.ROUTER: []}
+    readers = []
+    for kind, messages in heard.items():
+        hello = Hello(kind, f"{kind}-9", new_boot_id(), "test", CARD)
+        peer = await introduce(replica.shell.address, hello, role.token, role.deployment.wire)
+        readers.append(asyncio.create_task(read_all(peer, messages)))
+    async with asyncio.timeout(30.0):
+        while not heard[Role.ROUTER]:
+            await asyncio.sleep(0.005)
+        replica.shell.dispatched(replica.shell.server.routers()[0], 7)
+        replica.on_ended()
+        while len(heard[Role.ROUTER]) < 2:
+            await asyncio.sleep(0.005)
+    await replica.close()
+    await asyncio.gather(*readers)
+    assert [report.last_dispatch for report in heard[Role.ROUTER]] == [0, 7]
+    assert heard[Role.DECODE] == []
+
+
+async def read_all(peer: Peer, messages: list[LoadReport]) -> None:
+    """What a peer sends until it cuts the link."""
+    async for message in peer.link:
+        messages.append(message)
