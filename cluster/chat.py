@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from headrace.cluster.config import load_config
+from headrace.cluster.config import ClusterConfig, load_config
 from headrace.cluster.http import ApiError, HttpApi
 from headrace.cluster.rundir import RunDir
 from headrace.core.errors import ConfigError
@@ -23,12 +23,13 @@ USAGE = "`/image PATH` attaches a picture to the next message; an empty line or 
 KINDS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif"}
 
 
-def api_of(run: RunDir) -> HttpApi:
-    """The API of a running cluster, with the key of its first tenant. Raises `ConfigError`."""
+def api_of(run: RunDir, config: ClusterConfig | None = None) -> HttpApi:
+    """The API of a running cluster, with the key of its first tenant; `config` is the run's, where
+    it has been read. Raises `ConfigError`."""
     state = run.read_state()
     if state is None or not state.url:
         raise ConfigError(f"cluster {run.cluster} is not ready; see `headrace status`")
-    keys = load_config(run.config_file).api_keys(run)
+    keys = (config or load_config(run.config_file)).api_keys(run)
     return HttpApi(state.url, keys[0].key)
 
 

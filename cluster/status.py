@@ -19,7 +19,7 @@ from headrace.cluster.config import ClusterConfig, Processes, load_config
 from headrace.cluster.holders import head_of_ray_lives
 from headrace.cluster.http import ApiError
 from headrace.cluster.roles import role_settings
-from headrace.cluster.rundir import Phase, RunDir, RunState
+from headrace.cluster.rundir import Phase, RunDir
 from headrace.cluster.session import run_members
 from headrace.core.card import Member, Role
 from headrace.core.errors import ConfigError
@@ -75,7 +75,7 @@ def collect(run: RunDir) -> dict[str, Any]:
     processes = run_members(state)
     members, stale = asyncio.run(_members(config, run)) if processes else ((), True)
     store = asyncio.run(_store(config, run)) if processes else None
-    samples, ready, notes = _samples(run, state) if processes else ({}, False, [])
+    samples, ready, notes = _samples(run, config) if processes else ({}, False, [])
     if processes:
         up = state.phase is Phase.READY and config.processes is Processes.RAY  # before it starts
         facts = Facts(
@@ -219,10 +219,12 @@ async def _members(config: ClusterConfig, run: RunDir) -> tuple[tuple[Member, ..
         await board.close()
 
 
-def _samples(run: RunDir, state: RunState) -> tuple[dict[tuple[str, str], float], bool, list[str]]:
+def _samples(
+    run: RunDir, config: ClusterConfig
+) -> tuple[dict[tuple[str, str], float], bool, list[str]]:
     """{(metric, replica): value}, whether the router says ready, and notes."""
     try:
-        api = api_of(run)
+        api = api_of(run, config)
         ready, found = api.ready(), api.metrics()
     except (ApiError, ConfigError) as error:
         return {}, False, [error.message]

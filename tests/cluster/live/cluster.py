@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import httpx
 import yaml
 
-from headrace.cluster.config import load_config
+from headrace.cluster.config import ClusterConfig, load_config
 from headrace.cluster.http import ApiError, HttpApi
 from headrace.cluster.roles import role_settings
 from headrace.cluster.rundir import RunDir, RunState
@@ -70,6 +70,7 @@ class Live:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._store: StoreClient | None = None
+        self._config: ClusterConfig | None = None
 
     # command line
 
@@ -227,7 +228,7 @@ class Live:
         return self.wait(self._members())
 
     async def _members(self) -> tuple[Member, ...]:
-        config = load_config(self.run.config_file)
+        config = self._config = self._config or load_config(self.run.config_file)
         board = MemberBoard.of(role_settings(config, self.run, Role.SUPERVISOR, "test"))
         try:
             return await board.members()
@@ -308,11 +309,15 @@ class Live:
         roles = self.roles()
         why = [role["name"] for role in roles if role["state"] != "ready"]
         why += [] if self.ready() else ["/ready"]
-        for pool in ENGINE_POOLS:
-            wanted = sum(role["role"] == pool for role in roles)
-            if not why and self.metric("headrace_replicas", pool=pool, state="ready") != wanted:
-                return [f"the router does not reach all of {pool}"]
-        return why
+        if why:
+            return why
+        reached = HttpApi(self.url, self.key()).ready_replicas(ENGINE_POOLS)
+        wanted = [sum(role["role"] == pool for role in roles) for pool in ENGINE_POOLS]
+        return [
+            f"the router does not reach all of {pool}"
+            for pool, n, n_wanted in zip(ENGINE_POOLS, reached, wanted, strict=True)
+            if n != n_wanted
+        ]
 
     def _left(self) -> list[str]:
         why, roles = [], self.roles()

@@ -52,7 +52,7 @@ def values(cluster: str, **changes: Any) -> dict[str, Any]:
         "store": {"arena_bytes": 64 << 20, "ssd_bytes": 128 << 20, "segment_bytes": 8 << 20},
         # On a busy machine a start takes minutes, and an answer of Redis longer than 50 ms.
         "router": {"port": free_port(), "resume_wait_s": 180, "lookup_s": 0.5},
-        "keys": [{"tenant": name} for name in ("one", "two", *(f"fresh-{i}" for i in range(400)))],
+        "keys": [{"tenant": name} for name in ("one", "two", *(f"fresh-{i}" for i in range(100)))],
         "times": {"restart_after_s": 6, "ready_s": 300, "drain_s": 40},
         **changes,
     }
@@ -95,6 +95,13 @@ def beside(home: Path, until: Until) -> Iterator[Live]:
 def questions(llm: LLM) -> Any:
     """Makes questions with their answers; see `crowd.py`."""
     return crowds.Questions(llm)
+
+
+@pytest.fixture(scope="session")
+def image_part() -> Callable[[bytes], dict[str, Any]]:
+    """`image_part(png_bytes)`: a picture as a part of a message."""
+    made: Callable[[bytes], dict[str, Any]] = crowds.image_part
+    return made
 
 
 @pytest.fixture(scope="session")
