@@ -34,6 +34,7 @@ from headrace.core.errors import ConfigError
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 SOCKET_PATH_BYTES = 107  # sun_path without its terminating zero
+_RAY_ADDS_BYTES = 69  # to a short folder, for its longest socket: /ray/session_.../sockets/...
 
 
 class Phase(StrEnum):
@@ -131,10 +132,13 @@ class RunDir:
 
     @property
     def short_dir(self) -> Path:
-        """A folder of few characters that belongs to this run alone: Ray adds some 65 characters
-        to its own folder's name and then makes unix sockets there."""
+        """A folder of few characters that belongs to this run alone, for unix sockets: below the
+        temporary folder, or below /tmp where that leaves Ray too few."""
         mark = hashlib.sha256(os.fsencode(self.path.absolute())).hexdigest()[:10]
-        return Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}" / mark
+        below = Path(f"headrace-{os.getuid()}", mark)
+        folder = tempfile.gettempdir() / below
+        fits = len(os.fsencode(folder)) + _RAY_ADDS_BYTES <= SOCKET_PATH_BYTES
+        return folder if fits else "/tmp" / below
 
     def create(self) -> tuple[Path, ...]:
         """Make the folders, readable by their owner only; returns those that were not there, inner

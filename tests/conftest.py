@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # which was measured to double the 1.6 s of processor time of the rooms' imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Unix sockets lie in folders that tests make, and their paths have 107 bytes.
+if len(tempfile.gettempdir()) > 24:
+    tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
 
 settings.register_profile("headrace", deadline=None, print_blob=True)
 # Many examples, others every time: --hypothesis-profile=large (tests/model/properties/conftest.py).

@@ -26,6 +26,7 @@ from headrace.kvstore.workshop.shipping import Progress
 
 _BATCH = 16
 _STAGES = 5
+_SHORT_BYTES = 64  # of a path, below which one of a unix socket has its 107
 _LEAST_BLOCK_BYTES = 1024
 _WINDOW_BYTES = 4096
 _LEASE = JobKey(RequestId("trial"), 0)
@@ -55,7 +56,9 @@ def run_trial(folder: Path, blocks: int, block_bytes: int, progress: Progress) -
     if size * 3 > shutil.disk_usage(folder).free:
         raise ConfigError(f"{folder} must have {3 * size} bytes free for {blocks} blocks")
     home = tempfile.mkdtemp(prefix=".trial-", dir=folder)
-    sockets = tempfile.mkdtemp(prefix="hs-")  # a short path
+    temp = tempfile.gettempdir()
+    short = temp if len(os.fsencode(temp)) < _SHORT_BYTES else "/tmp"
+    sockets = tempfile.mkdtemp(prefix="hs-", dir=short)
     try:
         bare = _bare(Path(home), blocks, block_bytes)
         progress(1, _STAGES)

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -164,6 +165,18 @@ def test_socket_paths_fit_however_deep_the_home_is(tmp_path: Path) -> None:
         for path in (run.store_address.removeprefix("unix://"), str(run.valkey_socket)):
             assert len(path.encode()) <= 107
     assert deep.short_dir != RunDir(deep.home, "abd").short_dir
+
+
+@pytest.mark.parametrize("temp", ["/tmp", "/srv/t", "/srv/" + "t" * 60])
+def test_sockets_of_ray_fit_however_deep_the_temporary_folder_is(
+    monkeypatch: pytest.MonkeyPatch, temp: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", temp)
+    run = RunDir(Path("/srv") / ("x" * 60) / ("y" * 60), "abc")
+    longest = "ray/session_2026-12-01_10-55-33_382898_4194304/sockets/plasma_store"
+    assert len(os.fsencode(run.short_dir / longest)) <= 107
+    assert run.short_dir.is_relative_to(temp if len(temp) < 20 else "/tmp")
+    assert run.sockets == run.short_dir
 
 
 def test_one_leader_a_run(tmp_path: Path) -> None:
