@@ -227,12 +227,11 @@ class Questions:
 
     def shown(self, seed: int, words: str, max_tokens: int, before: str = "See ") -> Question:
         """A chat about a picture that no other seed gives."""
-        url = "data:image/png;base64," + base64.b64encode(png(seed)).decode()
-        content = [
-            {"type": "text", "text": before},
-            {"type": "image_url", "image_url": {"url": url}},
-            {"type": "text", "text": words},
-        ]
+        text = lambda said: {"type": "text", "text": said}  # noqa: E731
+        return self.chat([text(before), image_part(png(seed)), text(words)], max_tokens)
+
+    def chat(self, content: list[dict[str, Any]], max_tokens: int) -> Question:
+        """A chat of one message of these parts, with data URLs as pictures."""
         messages = [{"role": "user", "content": content}]
         body = {**_streamed(max_tokens), "temperature": 0, "messages": messages}
         inner = json.loads(json.dumps(messages))
@@ -257,6 +256,11 @@ class Questions:
 def _streamed(max_tokens: int) -> dict[str, Any]:
     options = {"include_usage": True}
     return {"model": "t1", "max_tokens": max_tokens, "stream": True, "stream_options": options}
+
+
+def image_part(png_bytes: bytes) -> dict[str, Any]:
+    url = "data:image/png;base64," + base64.b64encode(png_bytes).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def png(seed: int) -> bytes:

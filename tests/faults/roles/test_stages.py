@@ -22,7 +22,7 @@ from headrace.core.limits import EdgeLimits, LeaseTimes
 forks = module("tests/beside/forks.py")
 
 MODEL = "toy"
-LEASES = LeaseTimes(handoff_s=4.0, member_s=3.0, member_beat_s=0.3)
+LEASES = LeaseTimes(handoff_s=3.0, member_s=3.0, member_beat_s=0.3)
 DEPLOYMENT = {"leases": LEASES, "edge": EdgeLimits(request_deadline_s=55.0)}
 ROUTER = {"crashes": 4}  # these tests kill; which request is to blame is another's business
 pytestmark = [
