@@ -10,14 +10,13 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from headrace_tests import module
 from rich.console import Console
 
 from headrace.cluster.chat import USAGE, attached_path, converse
@@ -28,6 +27,7 @@ from headrace.cluster.status import Facts, collect, notes_of, store_table, table
 from headrace.core.errors import ConfigError
 from headrace.core.metrics import Metric
 
+answering = module("tests/beside/answering.py")
 HEADRACE = Path(sys.executable).parent / "headrace"
 
 
@@ -95,20 +95,13 @@ def test_counts_of_replicas_are_integers(failed_run: RunDir, leader: Process) ->
     metrics += (Metric.REPLICA_FREE_BLOCKS, Metric.BACKLOG_MS)
     lines = [f'{m}{{replica="decode-0"}} 1024.0\n' for m in metrics]
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(answering.Answers):
         def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write("".join(lines).encode())
+            self.answer("".join(lines), "text/plain")
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
+    with answering.serving(Handler) as url:
         running = replace(
-            state(Phase.READY, url=f"http://127.0.0.1:{http.server_port}"),
+            state(Phase.READY, url=url),
             pid=leader.pid,
             sid=leader.sid,
             started_ticks=leader.started_ticks,
@@ -116,8 +109,6 @@ def test_counts_of_replicas_are_integers(failed_run: RunDir, leader: Process) ->
         )
         failed_run.write_state(running)
         roles = {role["name"]: role for role in collect(failed_run)["roles"]}
-        http.shutdown()
-        thread.join()
     shown = json.dumps([roles["decode-0"][name] for name in names])
     assert shown == "[1024, 1024, 1024, 1024.0]"  # a time is none
     assert roles["decode-1"]["requests"] is None
@@ -278,20 +269,13 @@ def server() -> Iterator[tuple[str, list[Any]]]:
     """A server that refuses every request and keeps its body."""
     bodies: list[Any] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(answering.Answers):
         def do_POST(self) -> None:
-            bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            bodies.append(json.loads(self.asked()))
             self.send_error(503)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{http.server_port}", bodies
-        http.shutdown()
-        thread.join()
+    with answering.serving(Handler) as url:
+        yield url, bodies
 
 
 def test_a_chat_with_nobody_says_so(failed_run: RunDir) -> None:
@@ -334,26 +318,16 @@ def test_chat_shows_text_as_it_came_and_what_was_found(
     last = {"choices": [], "usage": usage | {"completion_tokens": 8}}
     lines = [f"data: {json.dumps(one)}\n\n" for one in (chunk, last)] + ["data: [DONE]\n\n"]
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(answering.Answers):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(200)
-            self.send_header("content-type", "text/event-stream")
-            self.end_headers()
-            self.wfile.write("".join(lines).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
+            self.asked()
+            self.answer("".join(lines), "text/event-stream")
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n"))
     out = Console(file=io.StringIO(), width=200, record=True)
-    with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
-        failed_run.write_state(state(Phase.READY, url=f"http://127.0.0.1:{http.server_port}"))
+    with answering.serving(Handler) as url:
+        failed_run.write_state(state(Phase.READY, url=url))
         converse(failed_run, out, system="", max_tokens=4)
-        http.shutdown()
-        thread.join()
     shown = out.export_text()
     assert said in shown
     assert "145 tokens in (128 cached), 8 out" in shown

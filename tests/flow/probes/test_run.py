@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+from headrace_tests import module
+
+answering = module("tests/beside/answering.py")
 SCRIPT = Path(__file__).parents[3] / "bench" / "probes" / "run.py"
 
 
@@ -20,29 +21,18 @@ def test_totals_and_wrong_answers_of_a_server(probes: Any) -> None:
     answers[str(wrong.task.turns[-1].user)] = "not this"
     assert len(answers) == len(cases)  # no question stands twice
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(answering.Answers):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            said = answers[body["messages"][-1]["content"]]
-            answer = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer)
+            said = answers[json.loads(self.asked())["messages"][-1]["content"]]
+            self.answer(json.dumps({"choices": [{"message": {"content": said}}]}))
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever)
-        thread.start()
+    with answering.serving(Handler) as url:
         done = subprocess.run(
-            [sys.executable, str(SCRIPT), "--url", f"http://127.0.0.1:{http.server_port}"]
+            [sys.executable, str(SCRIPT), "--url", url]
             + ["--cases", "2", "--show-wrong", "--probes", "P10", "P9", "P3"],
             capture_output=True,
             text=True,
         )
-        http.shutdown()
-        thread.join()
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     n = {probe: sum(case.probe == probe for case in cases) for probe in ("P3", "P9", "P10")}
