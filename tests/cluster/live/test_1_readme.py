@@ -30,7 +30,7 @@ def examples(root: Path, language: str, here: dict[str, str]) -> str:
 
 
 def printed(live: Live, root: Path, command: list[str], code: str) -> str:
-    environment = live.environment | {"PYTHONIOENCODING": "utf-8:surrogateescape"}
+    environment = live.environment | {"no_proxy": "127.0.0.1"}
     done = subprocess.run(
         command, input=code.encode(), cwd=root, env=environment, capture_output=True, timeout=120
     )
@@ -44,8 +44,9 @@ def test_the_examples_run(live: Live, questions: Questions, image_part: Any, roo
     known = len(live.records())
     here = {"http://127.0.0.1:8000": live.url, '"demo"': f'"{live.state.model}"'}
 
+    python = [sys.executable, "-I", "-X", "utf8", "-"]
     key = {"the key that make serve printed": live.key()}
-    said = printed(live, root, [sys.executable, "-I", "-"], examples(root, "python", here | key))
+    said = printed(live, root, python, examples(root, "python", here | key))
     live.until(lambda: len(live.records()) == known + 2, 10.0, "no records")
     assert said == greeting.text + about.text + "\n"
     assert [record["pictures_made"] for record in live.records()[known:]] == [0, 1]
