@@ -28,8 +28,7 @@ from headrace.kvstore.state import StoreState
 log = logging.getLogger(__name__)
 _IDLE_SOCKETS = 4  # kept for each store
 _AT_A_TIME = 2  # transfers from one store
-# Received in one call and then verified, while it is in the processor's cache and what follows
-# fills the socket's buffer.
+# Received in one call and then verified, while it is in the processor's cache.
 _PIECE_BYTES = 1 << 20
 
 
@@ -264,6 +263,8 @@ class SharedTransfer(Transfer):
         assert folder is not None
         found: list[Entry | None] = []
         for digest, packed in zip(batch.run.digests, batch.run.packed, strict=True):
+            if self._aborted:
+                raise PeerGone("given up")
             header = folder.header(unpack_records(packed)[0])
             good = (
                 header is not None

@@ -37,7 +37,9 @@ FACTS = struct.Struct("<32sIIQQ32s16s")
 ASK_BYTES = MOST_OBJECTS * 32 + 256
 OFFER_BYTES = MOST_OBJECTS * (1 + FACTS.size) + 256
 _VIEWS = 512  # of one sendmsg; the kernel takes 1,024
-_BUFFER_BYTES = 2 << 20
+# The kernel takes twice this. What waits in larger ones has left the processor's cache when it is
+# copied; while one transfer verifies, the other's keeps the sender busy.
+_BUFFER_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
