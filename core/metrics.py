@@ -46,6 +46,7 @@ class Metric(StrEnum):
     STORE_DROPPED = "headrace_store_dropped_total"
     STORE_UNSAVED = "headrace_store_unsaved_total"
     STORE_LOADED = "headrace_store_loaded_total"
+    STORE_PREFETCHED = "headrace_store_prefetched_total"
     STORE_WRITTEN = "headrace_store_written_total"
     STORE_RECYCLED = "headrace_store_recycled_segments_total"
     STORE_WRITE_ERRORS = "headrace_store_write_errors_total"

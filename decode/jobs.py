@@ -11,13 +11,15 @@ from headrace.core.ids import Digest, JobKey
 from headrace.core.messages import DecodeJob, HandoffAck, Place, StageTimes, TokenItem
 from headrace.core.peers import Peer
 from headrace.core.request import FinishReason, GenRequest, HandoffMode
-from headrace.core.rows import GRAIN, RowPlan, StartKind, floor_grain
+from headrace.core.rows import GRAIN, Geometry, RowPlan, StartKind, floor_grain
 from headrace.decode.handoff import (
     DECODE_TABLE,
     DecodeEvent,
     DecodeState,
     Handoff,
     known_digests,
+    make_plan,
+    window_candidates,
     windows_to_hold,
 )
 from headrace.engine import Admission, Fill, TokenSampled
@@ -75,6 +77,7 @@ class Job:
     fills: dict[int, Fill] = field(default_factory=dict)
     loads: set[asyncio.Task[None]] = field(default_factory=set)
     waiting_loads: list[tuple[int, Place]] = field(default_factory=list)  # told before admission
+    ahead: list[asyncio.Task[None]] | None = None  # prefetches, once it stands in line
     windows: dict[int, bytes] = field(default_factory=dict)  # delivered, verified
     state_bytes: bytes | None = None  # mode `state`: delivered, verified
     told: asyncio.Event = field(default_factory=asyncio.Event)
@@ -143,6 +146,18 @@ class Job:
         self.handoff.here |= resident
         self.since_tokens = 0
         return len(resident)
+
+    def plan_from(
+        self, hit_tokens: int, geometry: Geometry, depth_tokens: int | None, *found: int
+    ) -> tuple[RowPlan, list[tuple[int, Digest]]]:
+        """The rows to run from a hit and the windows that were delivered or `found`, and as
+        candidates of `StoreClient.open_windows` the stored records that would be better."""
+        n_generated, windows = len(self.message.generated_ids), (*self.windows, *found)
+        plan = make_plan(self.request, n_generated, hit_tokens, windows, geometry, depth_tokens)
+        if depth_tokens is not None:
+            return plan, []
+        above = plan.window_position if plan.kind is StartKind.WINDOW else 0
+        return plan, window_candidates(plan, self.handoff.digests, geometry, above=above)
 
     def rewind(self, length_tokens: int) -> None:
         """It is to be admitted again, with all its tokens, of which `length_tokens` have rows."""

@@ -18,16 +18,14 @@ from headrace.core.clock import Clock
 from headrace.core.ids import Digest, JobKey
 from headrace.core.messages import BlocksReady, Place, StateReady, WindowReady
 from headrace.core.rows import GRAIN, RowPlan, StartKind, plan_adopted
-from headrace.decode.handoff import TERMINAL, Counts, make_plan, window_candidates
+from headrace.decode.handoff import TERMINAL, Counts
 from headrace.decode.jobs import Job, Parked
-from headrace.engine import BlockWriter, Engine, PictureRows, spans_to_run
+from headrace.decode.prefetch import AGAIN_S, Prefetch
+from headrace.engine import BlockWriter, Engine, EngineDriver, PictureRows, spans_to_run
 from headrace.kvstore import ClassStores, Kind, StoreClient, read_objects
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-# Another host's store lists what was sealed a moment later, and ours believes for `absent_s` (half
-# a second) that what it asked for is nowhere: so it is asked again after these pauses.
-_AGAIN_S = (0.1, 0.7, 1.4)
 _ATTACH_S = 1.5  # a client that lost its store tries again at least every 0.65 s
 
 
@@ -81,12 +79,14 @@ class Loader:
     def __init__(
         self,
         engine: Engine,
+        driver: EngineDriver,
         stores: ClassStores,
         clock: Clock,
         counts: Counts,
         depth_tokens: int | None,
     ) -> None:
         """`depth_tokens`: rows of a replay where the deployment replays, else None."""
+        self._prefetch = Prefetch(engine, driver, stores, depth_tokens)
         self._engine = engine
         self._stores = stores
         self._store = stores.exact  # of windows, pictures and states, which have no other class
@@ -127,11 +127,24 @@ class Loader:
         self._counts.late += len(message.digests) - len(news)
         if job.waits_for_room:
             job.waiting_loads += news
+            if job.ahead is not None:
+                self._ahead(job, self._prefetch.told(job, news))
         else:
             self._load(job, news)
 
+    def in_line(self, job: Job) -> None:
+        """The job has to wait for room: have the store bring meanwhile what it will open. Once."""
+        if job.ahead is None and job.waits_for_room:
+            job.ahead = []
+            if job.message.await_prefill:
+                self._ahead(job, self._prefetch.told(job, tuple(job.waiting_loads)))
+            else:
+                self._ahead(job, self._prefetch.stored(job))
+
     def admitted(self, job: Job) -> None:
         """The job has its places now: load what was announced before."""
+        for prefetch in job.ahead or ():
+            prefetch.cancel()
         news, job.waiting_loads = job.waiting_loads, []
         self._load(job, news)
 
@@ -164,15 +177,9 @@ class Loader:
         if job.may_adopt:
             request = job.request
             return plan_adopted(request.n_tokens, request.keep_tokens, self._engine.geometry), None
-        request, geometry = job.request, self._engine.geometry
-        n_generated = len(job.message.generated_ids)
+        geometry, depth = self._engine.geometry, self._depth_tokens
         hit_tokens = job.handoff.verified_blocks * GRAIN
-        depth = self._depth_tokens
-        plan = make_plan(request, n_generated, hit_tokens, tuple(job.windows), geometry, depth)
-        if depth is not None:
-            return plan, None
-        above = plan.window_position if plan.kind is StartKind.WINDOW else 0
-        candidates = window_candidates(plan, job.handoff.digests, geometry, above=above)
+        plan, candidates = job.plan_from(hit_tokens, geometry, depth)
         while candidates:
             found = await self._store.open_windows(candidates, job.key)
             if found is None:
@@ -182,7 +189,7 @@ class Loader:
             payload = await self._read_window(job, place, digest)
             if payload is not None:
                 job.windows[position] = payload
-                plan = make_plan(request, n_generated, hit_tokens, tuple(job.windows), geometry)
+                plan, _ = job.plan_from(hit_tokens, geometry, depth)
                 break
             candidates = [c for c in candidates if c[0] < position]
         window = job.windows.get(plan.window_position) if plan.kind is StartKind.WINDOW else None
@@ -277,7 +284,7 @@ class Loader:
         far = [digest for _, place, digest in items if store.is_elsewhere(place)]
         past = [digest for _, place, digest in items if store.is_past(place)]
         near: dict[Digest, Place] = {}
-        for digests, pauses_s in ((past, ()), (far, _AGAIN_S)):
+        for digests, pauses_s in ((past, ()), (far, AGAIN_S)):
             if not digests:
                 continue
             ask = functools.partial(store.open_objects, Kind.KV, digests, job.key)
@@ -294,7 +301,7 @@ class Loader:
         position, place = message.position, message.place
         block = job.handoff.digests[position // GRAIN - 1]
         await _in_time(self._store, [place])
-        pauses_s = _AGAIN_S if self._store.is_elsewhere(place) else ()
+        pauses_s = AGAIN_S if self._store.is_elsewhere(place) else ()
         found = await _asked_again(
             lambda: self._store.open_windows([(position, block)], job.key),
             lambda window: window is not None,
@@ -332,11 +339,16 @@ class Loader:
             self._counts.loaded_bytes += n_bytes
         return payload
 
-    def _in_background(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+    def _ahead(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+        assert job.ahead is not None
+        job.ahead.append(self._in_background(job, work))
+
+    def _in_background(self, job: Job, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=f"load {job.key}")
         job.loads.add(task)
         task.add_done_callback(job.loads.discard)
         task.add_done_callback(_log_failure)
+        return task
 
 
 async def _in_time(store: StoreClient, places: Sequence[Place]) -> None:

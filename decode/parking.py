@@ -74,6 +74,8 @@ class Line:
         """Wait for room behind all who came earlier, then reserve for every block that may come.
 
         Raises `InvalidRequest` if it never fits."""
+        if self._turn.locked():
+            self._loader.in_line(job)
         async with self._turn:
             admission = await self._admit(job)
         job.stages.resident_tokens = job.admitted(admission) * GRAIN
@@ -88,6 +90,7 @@ class Line:
             admission = await self._driver.call(self._engine.admit, wanted)
             if admission is not None:
                 return admission
+            self._loader.in_line(job)
             await self._make_room(job, await self._room(job, wanted))
 
     async def _room(self, first: Job, wanted: EngineJob | None) -> Room:

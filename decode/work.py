@@ -101,7 +101,7 @@ class Decoder:
         self.early = EarlyFrames(leases.handoff_s)
         self.jobs: dict[JobKey, Job] = {}
         self.counts = Counts()
-        self._loader = Loader(engine, stores, clock, self.counts, depth_tokens)
+        self._loader = Loader(engine, driver, stores, clock, self.counts, depth_tokens)
         after, spawn = settings.park_after_tokens, self._spawn
         self._line = Line(
             engine, driver, stores, self._loader, self.jobs, self.counts, after, spawn

@@ -8,8 +8,9 @@ import json
 import logging
 import random
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from headrace.core.chain import window_digest
 from headrace.core.clock import SYSTEM_CLOCK, Clock
@@ -27,11 +28,12 @@ from headrace.kvstore.messages import (
     AskStat,
     Done,
     Doom,
-    Found,
     Opened,
     OpenObjects,
     OpenPrefix,
     OpenWindow,
+    Prefetch,
+    Prefetched,
     Release,
     Renew,
     Stat,
@@ -40,8 +42,10 @@ from headrace.kvstore.putting import ANSWER_S, joined, next_batch, put_batch
 from headrace.kvstore.questions import Answer, Question, StoreRefused, StoreSilent, Topic
 from headrace.kvstore.settings import Kind, StoreStat
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 _SHORT_S = 2.0  # longest wait for an answer that needs no I/O and no room
+_LINE_S = 86_400.0  # longest wait in a line
 _BACKOFF_S = (0.02, 0.5)  # first and longest pause between attempts to attach
 
 
@@ -168,18 +172,7 @@ class StoreClient:
 
         With a lease the places stay valid until it is released or not renewed for `handoff_s`;
         without, each is good until somebody needs the room (a read then answers False)."""
-        connection = self._connection
-        if connection is None or not digests:
-            return ()
-        asked = joined(digests)
-        try:
-            answer = await connection.ask(
-                lambda call: OpenPrefix(call, asked, lease), Opened, ANSWER_S
-            )
-            places = connection.places(answer.places)
-        except StoreGone:
-            return ()
-        self._leases.note(lease, bool(places))
+        _, places = await self._opened(OpenPrefix, digests, lease)
         return tuple([place for place in places if place is not None])
 
     async def open_windows(
@@ -189,41 +182,51 @@ class StoreClient:
 
         A candidate is a position and the digest of the *block* that ends there; newest first. To
         read the place, ask `read_into` for `window_digest(block digest)`."""
-        connection = self._connection
-        if connection is None or not candidates:
+        asked = [window_digest(digest) for _, digest in candidates]
+        first, places = await self._opened(OpenWindow, asked, lease)
+        if not places or places[0] is None or not 0 <= first < len(candidates):
             return None
-        asked = joined([window_digest(digest) for _, digest in candidates])
-        try:
-            answer = await connection.ask(
-                lambda call: OpenWindow(call, asked, lease), Opened, ANSWER_S
-            )
-            places = connection.places(answer.places)
-        except StoreGone:
-            return None
-        self._leases.note(lease, bool(places))
-        if not places or places[0] is None or not 0 <= answer.first < len(candidates):
-            return None
-        return candidates[answer.first][0], places[0]
+        return candidates[first][0], places[0]
 
     async def open_objects(
         self, kind: Kind, digests: Sequence[Digest], lease: JobKey | None
     ) -> tuple[Place | None, ...]:
         """A place or None for each of `digests`: objects of `kind` that do not depend on each
         other, from SSD too, and leased as `open_prefix` tells."""
+        _, places = await self._opened(partial(OpenObjects, kind=kind), digests, lease)
+        return places if len(places) == len(digests) else (None,) * len(digests)
+
+    async def _opened(
+        self, make: Callable[..., Any], digests: Sequence[Digest], lease: JobKey | None
+    ) -> tuple[int, tuple[Place | None, ...]]:
         connection = self._connection
-        nothing: tuple[Place | None, ...] = (None,) * len(digests)
         if connection is None or not digests:
-            return nothing
+            return 0, ()
         asked = joined(digests)
         try:
             answer = await connection.ask(
-                lambda call: OpenObjects(call, kind, asked, lease), Found, ANSWER_S
+                lambda call: make(call=call, digests=asked, lease=lease), Opened, ANSWER_S
             )
             places = connection.places(answer.places)
         except StoreGone:
-            return nothing
-        self._leases.note(lease, any(place is not None for place in places))
-        return places if len(places) == len(digests) else nothing
+            return 0, ()
+        self._leases.note(lease, any(places))
+        return answer.first, places
+
+    async def prefetch(self, kind: Kind, digests: Sequence[Digest], lease: JobKey) -> range:
+        """For a request in line: have the store bring what the request will open, behind what
+        others wait for, and lease it. The numbers of those of `digests` that are there: of window
+        records the first that is stored (these are digests of the records), else the leading ones.
+
+        May take as long as the request stands in line: cancel it when the turn has come."""
+        asked = joined(digests)
+        answer = await self._ask(
+            lambda call: Prefetch(call, kind, asked, lease), Prefetched, _LINE_S
+        )
+        if answer is None:
+            return range(0)
+        self._leases.note(lease, answer.count > 0)
+        return range(answer.first, min(answer.first + answer.count, len(digests)))
 
     def is_elsewhere(self, place: Place) -> bool:
         """Whether a place is another host's: to be asked for by digest, which fetches it from
@@ -341,15 +344,9 @@ class StoreClient:
 
     async def renew(self, lease: JobKey) -> bool:
         """Prolong a lease by `handoff_s` from now; False when the store does not know it."""
-        connection = self._connection
-        if connection is None:
-            return False
-        try:
-            answer = await connection.ask(lambda call: Renew(call, lease), Done, _SHORT_S)
-        except StoreGone:
-            return False
-        self._leases.note(lease, answer.good)
-        return answer.good
+        answer = await self._ask(lambda call: Renew(call, lease), Done)
+        self._leases.note(lease, answer is not None and answer.good)
+        return answer is not None and answer.good
 
     async def release(self, lease: JobKey, kind: Kind | None = None) -> None:
         """End a lease, or only its part on objects of one kind. Idempotent, never fails.
@@ -358,27 +355,28 @@ class StoreClient:
         process, is served but leased no more."""
         if kind is None:
             self._leases.end(lease)
-        connection = self._connection
-        if connection is None:
-            return
-        with contextlib.suppress(StoreGone):
-            await connection.ask(lambda call: Release(call, lease, kind), Done, _SHORT_S)
+        await self._ask(lambda call: Release(call, lease, kind), Done)
 
     async def doom(self, place: Place, digest: Digest) -> None:
         """Report bytes that did not verify; the store looks itself and drops what is damaged."""
         connection = self._connection
-        if connection is None or connection.boot != place.store:
-            return
-        with contextlib.suppress(StoreGone):
-            await connection.ask(lambda call: Doom(call, place, digest), Done, _SHORT_S)
+        if connection is not None and connection.boot == place.store:
+            await self._ask(lambda call: Doom(call, place, digest), Done)
 
     async def stat(self) -> StoreStat | None:
         """The store's own account; None while it is away."""
+        answer = await self._ask(AskStat, Stat)
+        return None if answer is None else answer.stat
+
+    async def _ask(
+        self, make: Callable[[int], Any], expect: type[T], limit_s: float = _SHORT_S
+    ) -> T | None:
+        """The answer to `make(call)`; None while the store is away."""
         connection = self._connection
         if connection is None:
             return None
         try:
-            return (await connection.ask(AskStat, Stat, _SHORT_S)).stat
+            return await connection.ask(make, expect, limit_s)
         except StoreGone:
             return None
 

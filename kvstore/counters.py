@@ -49,6 +49,7 @@ class Counters:
     unsaved: int = 0  # objects that stay in the arena only
     refused: int = 0
     loads: int = 0
+    prefetched: int = 0  # brought while their request stood in line, and there at its turn
     read_errors: int = 0  # batches whose read failed in an unforeseen way
     slow_reads: int = 0  # objects not waited for, since computing them anew was sooner
     writes: int = 0

@@ -1,8 +1,9 @@
 """Messages between a client and the store of its host, on a unix socket.
 
-    client -> store   Attach first; OpenPrefix, OpenWindow, OpenObjects, Reserve, Seal, Abandon,
-                      Ahead, Commit, GiveBack, Cancel, Renew, Release, Doom, AskStat, Ping, Question
-    store  -> client  Attached (with the arena's descriptor), Opened, Found, Reserved, Sealed,
+    client -> store   Attach first; OpenPrefix, OpenWindow, OpenObjects, Prefetch, Reserve, Seal,
+                      Abandon, Ahead, Commit, GiveBack, Cancel, Renew, Release, Doom, AskStat, Ping,
+                      Question
+    store  -> client  Attached (with the arena's descriptor), Opened, Prefetched, Reserved, Sealed,
                       Granted, Done, Stat, Answer
 
 `call` numbers the client's questions; an answer carries the same number. No payload is ever on the
@@ -143,7 +144,7 @@ class OpenWindow:
 @dataclass(frozen=True, slots=True)
 class Opened:
     """OpenPrefix: places of the leading digests, `first` 0. OpenWindow: at most one place, of
-    `digests[first]`."""
+    `digests[first]`. OpenObjects: a place or none for each, `first` 0."""
 
     call: int
     first: int
@@ -161,11 +162,23 @@ class OpenObjects:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """One place a digest of OpenObjects, or none."""
+class Prefetch:
+    """Objects that a request in line is going to open. Answered when they are in the arena, leased,
+    which may take as long as the request stands there."""
 
     call: int
-    places: bytes
+    kind: Kind
+    digests: bytes
+    lease: JobKey
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetched:
+    """`count` of the digests from number `first` on are there."""
+
+    call: int
+    first: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,12 +361,13 @@ STORE_MESSAGES = MessageTable(
         17: Done,
         18: Stat,
         19: OpenObjects,
-        20: Found,
-        21: Question,
-        22: Answer,
-        23: Ahead,
-        24: Granted,
-        25: Commit,
-        26: GiveBack,
+        20: Question,
+        21: Answer,
+        22: Ahead,
+        23: Granted,
+        24: Commit,
+        25: GiveBack,
+        26: Prefetch,
+        27: Prefetched,
     }
 )

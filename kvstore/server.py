@@ -284,6 +284,7 @@ async def _expire(store: Store) -> None:
     while True:
         await asyncio.sleep(_EXPIRE_S)
         store.state.expire()
+        store.prefetch.look()
         if store.pins.expire():
             log.info("pins ended; %d are left", len(store.pins))
 

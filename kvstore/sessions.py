@@ -24,7 +24,6 @@ from headrace.kvstore.messages import (
     Commit,
     Done,
     Doom,
-    Found,
     GiveBack,
     Granted,
     Opened,
@@ -32,6 +31,8 @@ from headrace.kvstore.messages import (
     OpenPrefix,
     OpenWindow,
     Ping,
+    Prefetch,
+    Prefetched,
     Release,
     Renew,
     Reserve,
@@ -135,6 +136,8 @@ class Session:
                 self._open_prefix(message)
             case OpenWindow() | OpenObjects():
                 self._start(message.call, self._open(message))
+            case Prefetch():
+                self._start(message.call, self._prefetch(message))
             case Cancel():
                 task = self._calls.get(message.call)
                 if task is not None:
@@ -234,18 +237,25 @@ class Session:
             return
 
         async def wait() -> None:
-            brought = await self._store.open_prefix(self._namespace, digests, message.lease)
+            with self._store.prefetch.waits():
+                brought = await self._store.open_prefix(self._namespace, digests, message.lease)
             self._link.post(Opened(message.call, 0, pack_places(brought)))
 
         self._start(message.call, wait())
 
     async def _open(self, message: OpenWindow | OpenObjects) -> None:
-        digests = cut_digests(message.digests)
-        if isinstance(message, OpenWindow):
-            first, found = await self._store.open_window(self._namespace, digests, message.lease)
-            self._link.post(Opened(message.call, first, pack_places(found)))
-        else:
-            each = await self._store.open_objects(
-                message.kind, self._namespace, digests, message.lease
-            )
-            self._link.post(Found(message.call, pack_places(each)))
+        digests, store = cut_digests(message.digests), self._store
+        with store.prefetch.waits():
+            if isinstance(message, OpenWindow):
+                first, found = await store.open_window(self._namespace, digests, message.lease)
+                self._link.post(Opened(message.call, first, pack_places(found)))
+            else:
+                each = await store.open_objects(
+                    message.kind, self._namespace, digests, message.lease
+                )
+                self._link.post(Opened(message.call, 0, pack_places(each)))
+
+    async def _prefetch(self, message: Prefetch) -> None:
+        digests, bring = cut_digests(message.digests), self._store.prefetch.bring
+        there = await bring(message.kind, self._namespace, digests, message.lease)
+        self._link.post(Prefetched(message.call, there.start, len(there)))

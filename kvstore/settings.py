@@ -41,7 +41,8 @@ class StoreSettings(StorePolicy):
     `group_bytes` or `group_s`, whichever comes first. On `metrics_port` (0: none) of loopback the
     store answers a Prometheus scrape. With `peer_listen` it serves other stores there and asks them
     for what it lacks. A read from SSD or a transfer may take as long as computing its tokens anew,
-    at `recompute_tokens_per_s`, would."""
+    at `recompute_tokens_per_s`, would. What requests in line have brought in advance of their turn
+    is at most `prefetch_share` of each kind's slots (0: nothing is)."""
 
     directory: str
     arena_bytes: int
@@ -67,6 +68,7 @@ class StoreSettings(StorePolicy):
     peer_least_s: float = 0.05  # the same for another store
     recompute_tokens_per_s: float = 10_000.0  # how fast this cluster would compute blocks anew
     recompute_window_tokens: int = 2_540  # rows that a missing window record costs
+    prefetch_share: float = 0.25
     absent_s: float = 0.5  # how long an object is believed absent from the index
     absent_keys: int = 65_536
     forget_stores_s: float = 3600.0  # a store gone for so long leaves the index; 0: never
@@ -105,6 +107,7 @@ class StoreSettings(StorePolicy):
             ("disk_least_s", 0.001, 60.0),
             ("peer_least_s", 0.001, 60.0),
             ("recompute_tokens_per_s", 1.0, 1e9),
+            ("prefetch_share", 0.0, 0.9),
             ("absent_s", 0.0, 60.0),
             ("forget_stores_s", 0.0, 1e8),
         ):
@@ -172,6 +175,7 @@ class StoreStat:
     refused: int  # stale reservations, late leases, wrong sizes
     lapsed: int  # leases that ended by their time: their owners died, or forgot them
     loads: int  # objects brought from SSD into the arena
+    prefetched: int  # objects brought while their request stood in line, and there at its turn
     writes: int  # objects made durable
     evicted: int  # arena copies that made room
     recycled: int  # segments reused

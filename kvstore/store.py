@@ -14,6 +14,7 @@ from headrace.core import faults
 from headrace.core.errors import ConfigError
 from headrace.core.ids import Digest, JobKey
 from headrace.core.messages import Place
+from headrace.kvstore.account import take_stat
 from headrace.kvstore.answers import Answers
 from headrace.kvstore.counters import UNKNOWN
 from headrace.kvstore.graves import Graves
@@ -26,6 +27,7 @@ from headrace.kvstore.objects import Entry, Reservation
 from headrace.kvstore.peers import Peers
 from headrace.kvstore.peers_serve import PeerServer
 from headrace.kvstore.pins import PinBook
+from headrace.kvstore.prefetch import Prefetcher
 from headrace.kvstore.publisher import Publisher
 from headrace.kvstore.redis_link import RedisAway
 from headrace.kvstore.scrubbing import scrub_segment
@@ -63,6 +65,7 @@ class Store:
         self._publisher = publisher
         self._writer = writer
         self.loader = Loader(state, files, threads, settings)
+        self.prefetch = Prefetcher(state, self, settings.prefetch_share)
         self._room = asyncio.Event()
         self._queues = {kind: asyncio.Lock() for kind in state.residents.regions}
         state.residents.on_room = self._room.set
@@ -93,19 +96,26 @@ class Store:
             return None
         places = self._have(entries, lease)
         if places is not None:
-            self._count_prefix(entries, [True] * len(entries), len(places), len(digests))
+            here = self.prefetch.opened(entries, lease)
+            self._count_prefix(entries, here, len(places), len(digests))
         return places
 
     async def open_prefix(
-        self, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None
+        self,
+        namespace: bytes,
+        digests: Sequence[Digest],
+        lease: JobKey | None,
+        *,
+        early: bool = False,
     ) -> tuple[Place, ...]:
         """Places of the longest stored prefix, leased; those on SSD or at other stores are brought
-        to the arena."""
+        to the arena. `early`: for a request whose turn has not come; it is counted then."""
         async with self._brought(Kind.KV, namespace, digests, run=True):
             entries = self._leading(namespace, digests)
-            here = [entry.slot is not None for entry in entries]
+            here = [] if early else self.prefetch.opened(entries, lease)
             places = await self._bring(entries, lease)
-        self._count_prefix(entries, here, len(places), len(digests))
+        if not early:
+            self._count_prefix(entries, here, len(places), len(digests))
         return places
 
     def _leading(self, namespace: bytes, digests: Sequence[Digest]) -> list[Entry]:
@@ -125,7 +135,12 @@ class Store:
         self.state.count.prefix(group, here, found, asked)
 
     async def open_window(
-        self, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None
+        self,
+        namespace: bytes,
+        digests: Sequence[Digest],
+        lease: JobKey | None,
+        *,
+        early: bool = False,
     ) -> tuple[int, tuple[Place, ...]]:
         """The first of `digests` that is stored and sound: (its number, one place) or (0, ())."""
         known = [self.state.find(Kind.SWA, namespace, digest) is not None for digest in digests]
@@ -135,25 +150,35 @@ class Store:
                 entry = self.state.find(Kind.SWA, namespace, digest)
                 if entry is None:
                     continue
+                if not early:
+                    self.prefetch.opened([entry], lease)
                 places = await self._bring([entry], lease)
                 if places:
-                    self.state.count.hits += 1
+                    self.state.count.hits += not early
                     return number, places
-        self.state.count.misses += bool(digests)
+        self.state.count.misses += bool(digests) and not early
         return 0, ()
 
     async def open_objects(
-        self, kind: Kind, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None
+        self,
+        kind: Kind,
+        namespace: bytes,
+        digests: Sequence[Digest],
+        lease: JobKey | None,
+        *,
+        early: bool = False,
     ) -> tuple[Place | None, ...]:
         """Places of those of `digests` that are stored and sound, in their order, leased."""
         places: list[Place | None] = []
         async with self._brought(kind, namespace, digests):
             for digest in digests:
                 entry = self.state.find(kind, namespace, digest)
+                if entry is not None and not early:
+                    self.prefetch.opened([entry], lease)
                 brought = () if entry is None else await self._bring([entry], lease)
                 places.append(brought[0] if brought else None)
-                self.state.count.hits += len(brought)
-                self.state.count.misses += not brought
+                self.state.count.hits += len(brought) and not early
+                self.state.count.misses += not (brought or early)
         return tuple(places)
 
     @contextlib.asynccontextmanager
@@ -353,45 +378,4 @@ class Store:
             raise ConfigError("Redis does not answer; the sweep may be begun anew") from None
 
     def stat(self) -> StoreStat:
-        state, count = self.state, self.state.count
-        pools = state.residents.pools.values()
-        return StoreStat(
-            boot=state.boot,
-            blocks=state.by_kind[Kind.KV],
-            windows=state.by_kind[Kind.SWA],
-            pictures=state.by_kind[Kind.MM],
-            states=state.by_kind[Kind.STATE],
-            arena_slots=sum(pool.total for pool in pools),
-            arena_free=sum(pool.free for pool in pools),
-            arena_reserved=sum(pool.reserved for pool in pools) - state.granted.twins,
-            arena_resident=sum(pool.resident for pool in pools) + state.granted.twins,
-            arena_bytes=state.residents.payload_bytes,
-            ssd_objects=state.disks.objects,
-            ssd_bytes=state.disks.payload_bytes,
-            ssd_segments=len(self._files.segments),
-            ssd_segments_free=sum(s.header.kind is None for s in self._files.segments),
-            pending=len(state.pending),
-            leases=len(state.leases),
-            leased_objects=state.leases.held,
-            reservations=len(state.reserving),
-            granted=len(state.granted),
-            connections=self.connections,
-            hits=count.hits,
-            misses=count.misses,
-            damaged=count.damaged,
-            dropped=count.dropped,
-            unsaved=count.unsaved,
-            refused=count.refused + state.leases.late,
-            lapsed=state.leases.lapsed,
-            loads=count.loads,
-            writes=count.writes,
-            evicted=count.evicted,
-            recycled=self._writer.recycled,
-            write_errors=self._writer.errors,
-            index=self._publisher.condition,
-            index_unlisted=self._publisher.unlisted,
-            index_errors=self._publisher.errors,
-            peer_fetched=self.peers.count.fetched if self.peers else 0,
-            peer_failed=self.peers.count.failed if self.peers else 0,
-            peer_sent=self.door.sent if self.door else 0,
-        )
+        return take_stat(self, self._files, self._publisher, self._writer)

@@ -38,7 +38,7 @@ from headrace.kvstore import (
     run_store,
 )
 
-module("tests/kvstore/disk.py")
+Hanging = module("tests/kvstore/disk.py").Hanging
 module("tests/kvstore/wire.py")
 
 TOKEN = "a cluster token of tests"
@@ -260,6 +260,15 @@ async def rig(home: str) -> AsyncIterator[Rig]:
     made = Rig(home, make_role(home), make_settings(home))
     yield made
     await made.close()
+
+
+@pytest.fixture
+def disk(rig: Rig) -> Iterator[Any]:
+    """Under `rig`: counts reads of segments, and holds them when told to."""
+    calls = Hanging()
+    rig.options = {"calls": calls}
+    yield calls
+    calls.go.set()
 
 
 @pytest_asyncio.fixture

@@ -19,6 +19,7 @@ from typing import Any
 from headrace.kvstore.files import FileCalls
 
 SECTOR = 512  # what a disk writes whole or not at all
+HANGS_S = 60
 
 
 @dataclass(frozen=True)
@@ -290,6 +291,30 @@ class Troubled(FileCalls):
         self._before.clear()
         self.took_effect["lost"] += lost
         return lost
+
+
+class Hanging(FileCalls):
+    """Counts reads of segment files; once armed they stand still until `go` is set."""
+
+    def __init__(self) -> None:
+        self.armed, self.go, self.stood, self.reads = False, threading.Event(), 0, 0
+        self._segments: set[int] = set()
+
+    async def standing(self) -> bool:
+        return self.stood > 0
+
+    def open(self, path: Path, **options) -> int:
+        descriptor = super().open(path, **options)
+        if path.suffix == ".seg":
+            self._segments.add(descriptor)
+        return descriptor
+
+    def preadv(self, descriptor, buffers, offset):
+        self.reads += descriptor in self._segments
+        if self.armed and descriptor in self._segments:
+            self.stood += 1
+            assert self.go.wait(HANGS_S), "nobody let the disk go on"
+        return super().preadv(descriptor, buffers, offset)
 
 
 def _aligned(data: bytes):

@@ -3,50 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from pathlib import Path
 
 import pytest
+from headrace_tests_kvstore_disk import HANGS_S
 
 from headrace.kvstore import Kind
-from headrace.kvstore.files import FileCalls
 from headrace.kvstore.questions import Topic
 
 pytestmark = pytest.mark.fault
 SMALL = {"arena_bytes": 160_000, "ssd_bytes": 6 * (64 << 10), "segment_bytes": 64 << 10}
 NUMBERS = tuple(range(6))
-HANGS_S = 60
-
-
-class Hanging(FileCalls):
-    """Once armed, reads of segment files stand still until `go` is set."""
-
-    def __init__(self) -> None:
-        self.armed, self.go, self.stood = False, threading.Event(), 0
-        self._segments: set[int] = set()
-
-    async def standing(self) -> bool:
-        return self.stood > 0
-
-    def open(self, path: Path, **options) -> int:
-        descriptor = super().open(path, **options)
-        if path.suffix == ".seg":
-            self._segments.add(descriptor)
-        return descriptor
-
-    def preadv(self, descriptor, buffers, offset):
-        if self.armed and descriptor in self._segments:
-            self.stood += 1
-            assert self.go.wait(HANGS_S), "nobody let the disk go on"
-        return super().preadv(descriptor, buffers, offset)
-
-
-@pytest.fixture
-def disk(rig):
-    disk = Hanging()
-    rig.options = {"calls": disk}
-    yield disk
-    disk.go.set()
 
 
 async def _stored(rig, things, when_idle, kind=Kind.KV, **settings):

@@ -29,6 +29,7 @@ from headrace.kvstore import EmbeddedRedis, Kind, StoreSettings, run_store
 from headrace.prefill import PrefillReplica
 
 RoleProcess = module("tests/flow/roles/role_process.py").RoleProcess
+module("tests/kvstore/disk.py")
 
 # Small steps, so that a prompt takes several and something can happen in between.
 ENGINE = EngineSettings(n_blocks=60, n_slots=4, max_rows_per_step=128, replay_rows_per_step=128)
@@ -224,10 +225,14 @@ Roles = Callable[[str], RoleSettings]
 
 
 @contextlib.asynccontextmanager
-async def store_task(role: RoleSettings, settings: StoreSettings) -> AsyncIterator[None]:
+async def store_task(
+    role: RoleSettings, settings: StoreSettings, calls: Any = None
+) -> AsyncIterator[None]:
     """A store in this process."""
     stop, up = asyncio.Event(), asyncio.Event()
-    task = asyncio.create_task(run_store(role, settings, ready=lambda _: up.set(), stop=stop))
+    task = asyncio.create_task(
+        run_store(role, settings, ready=lambda _: up.set(), stop=stop, calls=calls)
+    )
     waiting = asyncio.create_task(up.wait())
     await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +72,36 @@ async def test_on_the_same_host_nobody_else_is_asked(
     assert await call.result() == await yardstick.text(ids, 8)
     counts = cluster.decodes[0].work.counts
     assert (counts.fetched_blocks, counts.unreached_blocks) == (0, 0)
+    await cluster.at_rest(5.0)
+
+
+async def test_a_job_in_line_has_the_blocks_of_another_host_brought(
+    cluster: Any, yardstick: Any, prompt: Any, new_decode: Any, tag: str
+) -> None:
+    """And every row of a hand-off is there when its turn comes."""
+    one_slot = replace(cluster.decodes[0].settings, n_slots=1, park_after_tokens=0)
+    decode = await new_decode("decode-8", one_slot, tag=f"{tag}-far")
+    to, router = await cluster.router.connect(decode.shell.address), cluster.router
+    running = await router.send(cluster.request(prompt(5, "running"), 1000), to)
+    await running.begun.wait()
+    before = await decode.store.stat()
+    ids = prompt(640, "two hosts in line")
+    address = decode.shell.address
+    call = await router.send(
+        cluster.request(ids), to, router.to["prefill-0"], decode_address=address
+    )
+    async with asyncio.timeout(30.0):
+        while (await decode.store.stat()).peer_fetched < before.peer_fetched + 6:
+            await asyncio.sleep(0.01)  # five blocks, and the window record at once
+    assert decode.work.jobs[call.key].waits_for_room
+    held = await decode.store.stat()
+    assert held.prefetched == before.prefetched
+    await router.cancel(running)
+    assert await call.result() == await yardstick.text(ids, 8)
+    assert call.times.hit_tokens == 640
+    after = await decode.store.stat()
+    assert after.prefetched == before.prefetched + 5
+    assert after.peer_fetched == held.peer_fetched
     await cluster.at_rest(5.0)
 
 
