@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from headrace.kvstore.locking import Locked
 from headrace.kvstore.peers import Peers
 from headrace.kvstore.peers_serve import PeerServer
 from headrace.kvstore.publisher import Publisher
@@ -20,6 +21,7 @@ class Accounted(Protocol):
     peers: Peers | None
     door: PeerServer | None
     connections: int
+    arena_lock: Locked
 
 
 def take_stat(
@@ -39,6 +41,7 @@ def take_stat(
         arena_reserved=sum(pool.reserved for pool in pools) - state.granted.twins,
         arena_resident=sum(pool.resident for pool in pools) + state.granted.twins,
         arena_bytes=state.residents.payload_bytes,
+        arena_lock=store.arena_lock,
         ssd_objects=state.disks.objects,
         ssd_bytes=state.disks.payload_bytes,
         ssd_segments=len(files.segments),

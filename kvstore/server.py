@@ -26,6 +26,7 @@ from headrace.kvstore.evicting import warn_of_eviction
 from headrace.kvstore.files import FileCalls, lock_directory
 from headrace.kvstore.graves import Graves
 from headrace.kvstore.lives import epoch_of, new_life
+from headrace.kvstore.locking import lock_arena
 from headrace.kvstore.members import Beat, MemberBoard
 from headrace.kvstore.messages import STORE_MESSAGES
 from headrace.kvstore.metrics import Snapshot, StoreMetrics
@@ -99,6 +100,7 @@ async def run_store(
         writer = Writer(state, files, publisher, store, writing)
         pins = _take_up_pins(store, state, clock)
         service = Store(state, files, publisher, writer, reading, pins, store)
+        service.arena_lock = await asyncio.to_thread(lock_arena, arena, store.lock_memory)
         if role.redis_url:
             link = RedisLink(role.redis_url, store.index_deadline_s, clock)
             service.graves = Graves(link, leases, clock, store.forget_stores_s)
@@ -107,8 +109,7 @@ async def run_store(
             stack.callback(looking.cancel)
         if (store.peer_listen or store.shared_directories) and role.redis_url:
             await start_peers(stack, role, store, service, publisher, files.uid)
-        if store.metrics_port:
-            _serve_metrics(stack, service, store)
+        _serve_metrics(stack, service, store)
         await _serve(role, store, service, publisher, writer, descriptor, ready, stop)
 
 
@@ -122,7 +123,9 @@ def _take_up_pins(settings: StoreSettings, state: StoreState, clock: Clock) -> P
 
 
 def _serve_metrics(stack: contextlib.AsyncExitStack, store: Store, settings: StoreSettings) -> None:
-    """Answer scrapes in a thread; what they show is taken on this loop."""
+    """Answer scrapes in a thread, if there is a port; what they show is taken on this loop."""
+    if not settings.metrics_port:
+        return
     loop = asyncio.get_running_loop()
 
     async def now() -> Snapshot:

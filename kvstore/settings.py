@@ -42,7 +42,8 @@ class StoreSettings(StorePolicy):
     store answers a Prometheus scrape. With `peer_listen` it serves other stores there and asks them
     for what it lacks. A read from SSD or a transfer may take as long as computing its tokens anew,
     at `recompute_tokens_per_s`, would. What requests in line have brought in advance of their turn
-    is at most `prefetch_share` of each kind's slots (0: nothing is)."""
+    is at most `prefetch_share` of each kind's slots (0: nothing is). With `lock_memory` the arena
+    is kept from being swapped out, where RLIMIT_MEMLOCK allows it."""
 
     directory: str
     arena_bytes: int
@@ -52,6 +53,7 @@ class StoreSettings(StorePolicy):
     window_bytes: int
     picture_bytes: int = 0
     state_bytes: int = 0
+    lock_memory: bool = True
     window_share: float = 0.25
     picture_share: float = 0.1
     state_share: float = 0.1
@@ -112,6 +114,8 @@ class StoreSettings(StorePolicy):
             ("forget_stores_s", 0.0, 1e8),
         ):
             check_number(name, getattr(self, name), low, high)
+        if not isinstance(self.lock_memory, bool):
+            raise ConfigError(f"lock_memory must be true or false, got {self.lock_memory!r}")
 
     def recompute_s(self, kind: Kind, n_objects: int) -> float:
         """How long computing so many blocks, or one window record for each, anew would take."""
@@ -157,6 +161,7 @@ class StoreStat:
     arena_reserved: int
     arena_resident: int  # second copies that were promised for a lease included
     arena_bytes: int  # payload bytes resident in the arena
+    arena_lock: str  # locked | off | refused: whether its memory may be swapped out
     ssd_objects: int
     ssd_bytes: int  # payload bytes that are durable
     ssd_segments: int

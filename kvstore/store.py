@@ -21,6 +21,7 @@ from headrace.kvstore.graves import Graves
 from headrace.kvstore.importing import ImportDesk
 from headrace.kvstore.layout import ObjectFacts
 from headrace.kvstore.loads import Loader
+from headrace.kvstore.locking import Locked
 from headrace.kvstore.messages import Reserve
 from headrace.kvstore.metrics import Snapshot, StoreMetrics
 from headrace.kvstore.objects import Entry, Reservation
@@ -61,6 +62,7 @@ class Store:
         self.door: PeerServer | None = None  # and where others ask
         self.graves: Graves | None = None  # who clears up behind stores that are gone
         self.connections = 0
+        self.arena_lock = Locked.OFF
         self._files = files
         self._publisher = publisher
         self._writer = writer

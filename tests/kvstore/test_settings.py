@@ -29,6 +29,8 @@ from headrace.kvstore.settings import Kind
         ("group_s", float("nan"), "group_s must lie between 0.0 and 60.0, got nan"),
         ("index_deadline_s", 0, "index_deadline_s must lie between 0.001 and 10.0, got 0"),
         ("claim_s", 0, "claim_s must lie between 0.1 and 3600.0, got 0"),
+        ("prefetch_share", 0.91, "prefetch_share must lie between 0.0 and 0.9, got 0.91"),
+        ("lock_memory", 1, "lock_memory must be true or false, got 1"),
         ("drain_s", 601, "drain_s must lie between 0.0 and 600.0, got 601"),
     ],
 )
