@@ -22,10 +22,11 @@ from headrace.cluster.store_steps import (
     export_from,
     findings_values,
     garbage_of,
-    hex_bytes,
     import_into,
     live_findings,
+    namespaces_of,
     pick_chains,
+    pick_namespace,
     said,
     seconds,
     show,
@@ -145,7 +146,8 @@ def gc(
         str, typer.Option(help="Also chains that nobody wrote to for so long: 36h, 30d.")
     ] = "",
     namespace: Annotated[
-        list[str] | None, typer.Option(help="Also everything of this namespace (64 hex digits).")
+        list[str] | None,
+        typer.Option(help="Also everything of this namespace, by its first digits as `ls` shows."),
     ] = None,
     domain: Annotated[
         list[str] | None, typer.Option(help="Also everything of this cache domain, by name.")
@@ -160,12 +162,13 @@ def gc(
     time is over. A running store leaves alone what is in use or younger than a minute."""
     with said():
         before_s = int(time.time() - seconds(older_than, "--older-than")) if older_than else 0
+        target = find_target(directory, name)
+        known = namespaces_of(target) if namespace else ()
         wishes = Wishes(
             before_s,
-            frozenset(hex_bytes(text, 32, "--namespace") for text in namespace or ()),
+            frozenset(pick_namespace(text, known) for text in namespace or ()),
             frozenset(domain_tag(text) for text in domain or ()),
         )
-        target = find_target(directory, name)
         values = garbage_of(target, wishes, dry_run=dry_run, index=index) | {"dry_run": dry_run}
         show(values, garbage_view(values), as_json)
     if values["damaged"]:
@@ -180,7 +183,8 @@ def export(
     tip: Tips = None,
     everything: Annotated[bool, typer.Option("--all", help="Every whole chain.")] = False,
     namespace: Annotated[
-        str, typer.Option(help="Needed if there are chains of several: 64 hex digits.")
+        str,
+        typer.Option(help="Needed if there are chains of several: first digits, as `ls` shows."),
     ] = "",
     force: Annotated[
         bool, typer.Option("--force", help="Replace the file if it is there.")

@@ -22,6 +22,7 @@ from headrace.core.errors import ConfigError, HeadraceError
 from headrace.kvstore.layout import domain_tag
 from headrace.kvstore.pins import read_pins
 from headrace.kvstore.questions import Topic
+from headrace.kvstore.segment_names import segment_paths
 from headrace.kvstore.workshop import carry, live, repair
 from headrace.kvstore.workshop.directory import StoreDirectory
 from headrace.kvstore.workshop.garbage import Wishes
@@ -32,6 +33,7 @@ from headrace.kvstore.workshop.survey import Chain, Seen, chains, find_tip, plai
 
 out = Console(highlight=False, soft_wrap=True, emoji=False)
 err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+NAMESPACE_DIGITS = 8  # a whole namespace may go by them
 MAX_ROWS = 10_000  # chains that a running store names at once
 _TIMES_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -127,7 +129,10 @@ def pick_chains(
     """The chains that are meant, all of one namespace. Raises `ConfigError` saying what to add."""
     if everything == bool(starts):
         raise ConfigError("name chains by --tip, as `headrace store ls` shows them, or take --all")
-    picked = [row for row in rows if not namespace or row.namespace == namespace.lower()]
+    picked = rows
+    if namespace:
+        meant = pick_namespace(namespace, {row.namespace for row in rows}).hex()
+        picked = [row for row in rows if row.namespace == meant]
     if starts:
         chosen = []
         for start in starts:
@@ -139,10 +144,37 @@ def pick_chains(
         picked = [row for row in picked if row.tip in chosen]
     if not picked:
         raise ConfigError("there is no whole chain here that this names")
-    spaces = sorted({row.namespace for row in picked})
+    spaces = sorted({row.namespace[:16] for row in picked})
     if len(spaces) > 1:
-        raise ConfigError(f"chains of one namespace at a time; say --namespace, of {spaces}")
+        raise ConfigError(
+            f"chains of one namespace at a time; say --namespace, of {', '.join(spaces)}"
+        )
     return picked
+
+
+def pick_namespace(start: str, known: Iterable[str]) -> bytes:
+    """The namespace (of `known`, in hex) that is meant by its first digits, at least
+    `NAMESPACE_DIGITS`. Raises `ConfigError`."""
+    if len(start) < NAMESPACE_DIGITS:
+        least = f"--namespace must have at least {NAMESPACE_DIGITS} digits"
+        raise ConfigError(f"{least}, got {start!r}")
+    found = find_tip(start, known)
+    if len(found) != 1:
+        there = ", ".join(one[:16] for one in sorted(known)) or "none"
+        raise ConfigError(
+            f"--namespace {start[:80]}: {len(found) or 'none'} of the namespaces here begin so"
+            f" ({there})"
+        )
+    return bytes.fromhex(found[0])
+
+
+def namespaces_of(target: Target) -> set[str]:
+    """The namespaces, in hex, of all that is stored."""
+    if target.live is not None:
+        answer = live.ask(target.live, Topic.LAYOUT, namespace=bytes(32).hex())
+        return set(answer["namespaces"])
+    with StoreDirectory(target.directory) as files:
+        return {seen.facts.namespace.hex() for seen in seen_in(files)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +216,12 @@ def import_into(target: Target, file: Path, *, force: bool) -> carry.Imported:
     with bar("import") as step:
         if target.live is not None:
             return import_file(target.live, target.directory, file, step, force=force)
+        if not segment_paths(target.directory):
+            raise ConfigError(
+                f"there is no store in {target.directory} yet, and only its configuration says how"
+                " large it is to be: put the `salt` file of the exporting store there, start it"
+                " (`headrace up`), and import then; a running store takes a file, too"
+            )
         with StoreDirectory(target.directory) as files:
             return carry.import_file(files, file, step, force=force)
 
@@ -209,17 +247,6 @@ def seconds(text: str, option: str) -> int:
     if found is None:
         raise ConfigError(f"{option} must be a number with s, m, h or d, got {text[:40]!r}")
     return int(found[1]) * _TIMES_S[found[2]]
-
-
-def hex_bytes(text: str, n_bytes: int, option: str) -> bytes:
-    """Bytes out of hex digits. Raises `ConfigError` naming the option."""
-    try:
-        data = bytes.fromhex(text)
-    except ValueError:
-        data = b""
-    if len(data) != n_bytes:
-        raise ConfigError(f"{option} must have {2 * n_bytes} hex digits, got {text[:80]!r}")
-    return data
 
 
 @contextlib.contextmanager

@@ -79,9 +79,15 @@ def chains_table(
             str(row["windows"]),
             size(row["payload_bytes"]),
             age(row["written_at_s"]),
-            "yes" if row["whole"] else "[red]no[/]",
+            _whole(row),
         )
     return _with_note(table, nameless)
+
+
+def _whole(row: Mapping[str, Any]) -> str:
+    if row["behind_exact"]:
+        return "behind exact"  # its head is a chain of another namespace
+    return "yes" if row["whole"] else "[red]no[/]"
 
 
 def _with_note(table: Table, nameless: bool) -> RenderableType:
@@ -93,6 +99,7 @@ def stat_view(values: Mapping[str, Any], nameless: bool = False) -> RenderableTy
     parts: list[RenderableType] = []
     if values.get("store"):
         parts.append(store_table(values["store"]))
+        parts += [Text(line) for line in _memory(values["store"]["arena_lock"])]
     if values.get("segments"):
         of = values["segments"]
         parts.append(
@@ -107,6 +114,15 @@ def stat_view(values: Mapping[str, Any], nameless: bool = False) -> RenderableTy
     if values.get("economics"):
         parts.append(Text(_economics(values["economics"])))
     return Group(*parts)
+
+
+def _memory(lock: str) -> Iterator[str]:
+    """Only what an operator might want to change."""
+    if lock == "refused":
+        yield (
+            "memory: may be swapped out, mlock was refused; raise RLIMIT_MEMLOCK above the arena"
+            " (the store's log has both), or say store.lock_memory: false"
+        )
 
 
 def _pins(pins: Mapping[str, Any]) -> Iterator[str]:
@@ -127,7 +143,10 @@ def _economics(of: Mapping[str, Any]) -> str:
     )
     if of["row_s"] is None:
         again = f", {of['again_rows']:,} run twice" if of["again_rows"] else ""
-        return f"{found}{again}, {of['load_s']:.2f} s load and verify; row time not measured yet"
+        return (
+            f"{found}{again}, {of['load_s']:.2f} s load and verify; what a row costs is known once"
+            " a prefill replica has run some, until then nothing counts as saved"
+        )
     again = f", {of['replay_s']:.2f} s for {of['again_rows']:,} rows run twice"
     return (
         f"{found} x {1000 * of['row_s']:.2f} ms = {of['saved_s']:.2f} s saved,"

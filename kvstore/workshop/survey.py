@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.core.chain import BLOCK_TOKENS
-from headrace.kvstore.layout import ObjectFacts, domain_tag
+from headrace.kvstore.layout import NO_DIGEST, ObjectFacts, domain_tag
 from headrace.kvstore.settings import Kind
 
 
@@ -37,7 +37,9 @@ class Sum:
 @dataclass(frozen=True, slots=True)
 class Chain:
     """A stored prefix, named by its last block. `whole`: every block down to the root is there, so
-    a request can hit it. Blocks may be shared with other chains."""
+    a request can hit it. `behind_exact`: its first block here follows blocks of class `exact`, a
+    chain of another namespace, so a request that finds that one can hit it. Blocks may be shared
+    with other chains."""
 
     tip: str
     namespace: str
@@ -48,6 +50,16 @@ class Chain:
     windows: int
     written_at_s: int
     whole: bool
+    behind_exact: bool = False
+
+
+class _Above(NamedTuple):
+    """What is known of a chain down to one of its blocks."""
+
+    whole: bool = False
+    behind_exact: bool = False
+    payload_bytes: int = 0
+    windows: int = 0
 
 
 def domain_label(tag: bytes, names: Iterable[str] = ()) -> str:
@@ -90,13 +102,20 @@ def chains(objects: Iterable[Seen], names: Iterable[str] = ()) -> list[Chain]:
             windows[below] = windows.get(below, 0) + 1
     # heads first, so that what is known of a parent is known when its child comes
     order = sorted(by_digest.items(), key=lambda item: item[1].facts.block)
-    whole: dict[tuple[bytes, bytes], tuple[bool, int, int]] = {}  # whole, bytes, windows
+    whole: dict[tuple[bytes, bytes], _Above] = {}
     inner: set[tuple[bytes, bytes]] = set()
     for at, seen in order:
         facts = seen.facts
-        above = whole.get((facts.namespace, facts.parent)) if facts.block else (True, 0, 0)
-        sound, size, count = above or (False, 0, 0)
-        whole[at] = (sound, size + facts.payload_bytes, count + windows.get(at, 0))
+        if not facts.block:
+            above = _Above(whole=True)
+        elif facts.parent == NO_DIGEST:
+            above = _Above(behind_exact=True)
+        else:
+            above = whole.get((facts.namespace, facts.parent), _Above())
+        whole[at] = above._replace(
+            payload_bytes=above.payload_bytes + facts.payload_bytes,
+            windows=above.windows + windows.get(at, 0),
+        )
         inner.add((facts.namespace, facts.parent))
     made = [
         Chain(
@@ -105,10 +124,11 @@ def chains(objects: Iterable[Seen], names: Iterable[str] = ()) -> list[Chain]:
             domain=domain_label(seen.facts.domain, known),
             blocks=seen.facts.block + 1,
             tokens=(seen.facts.block + 1) * BLOCK_TOKENS,
-            payload_bytes=whole[at][1],
-            windows=whole[at][2],
+            payload_bytes=whole[at].payload_bytes,
+            windows=whole[at].windows,
             written_at_s=seen.written_at_s,
-            whole=whole[at][0],
+            whole=whole[at].whole,
+            behind_exact=whole[at].behind_exact,
         )
         for at, seen in order
         if at not in inner

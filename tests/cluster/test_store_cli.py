@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from headrace.cluster.cli import app
 from headrace.cluster.reading import read_record
-from headrace.cluster.store_steps import import_into, show
+from headrace.cluster.store_steps import import_into, namespaces_of, show
 from headrace.cluster.store_views import stat_view
 from headrace.cluster.stores import Target
 from headrace.core.deployment import Deployment
 from headrace.core.errors import ConfigError
 from headrace.core.ids import Digest
 from headrace.core.role import RoleSettings
-from headrace.kvstore import Kind, StoreClient, StoreSettings, run_store
+from headrace.kvstore import Kind, StoreClient, StoreSettings, StoreStat, run_store
 from headrace.kvstore.layout import domain_tag
 from headrace.kvstore.policy import DomainShare
 from headrace.kvstore.workshop.live import LiveStore
@@ -125,7 +125,8 @@ def account(**values: float | None) -> dict[str, float | None]:
         (
             account(hits=1, found_tokens=128, load_s=0.014),
             "hits: 1 request found 128 tokens in the store; 0 rows not run,"
-            " 0.01 s load and verify; row time not measured yet",
+            " 0.01 s load and verify; what a row costs is known once a prefill replica has run"
+            " some, until then nothing counts as saved",
         ),
         (
             account(hits=3, found_tokens=1408, saved_rows=1000, again_rows=24, row_s=0.002)
@@ -139,6 +140,15 @@ def test_what_is_said_of_hits(of, sentence):
     pins = {"pins": []}
     shown = stat_view({"sums": [], "chains": 0, "pins": pins, "economics": of})
     assert str(shown.renderables[-1]) == sentence
+
+
+@pytest.mark.parametrize(("lock", "lines"), [("locked", 0), ("off", 0), ("refused", 1)])
+def test_memory_that_may_be_swapped_out_is_said_once(lock, lines):
+    numbers = {field.name: 1 for field in fields(StoreStat)}
+    store = numbers | {"index": "ok", "arena_lock": lock}
+    shown = stat_view({"store": store, "sums": [], "chains": 0, "pins": {"pins": []}})
+    said = [str(part) for part in shown.renderables if "swapped" in str(part)]
+    assert len(said) == lines and all("RLIMIT_MEMLOCK" in line for line in said)
 
 
 def test_damage_ends_with_1_until_it_is_scrubbed(directory):
@@ -175,6 +185,57 @@ def test_a_chain_goes_out_and_comes_back(directory, tmp_path):
     assert (got["written"], got["known"], got["no_room"]) == (4, 0, 0)
     assert values("verify", directory)["objects"] == 4
     assert values("ls", directory)["chains"][0]["tip"] == DIGESTS[3].hex()
+
+
+def test_a_namespace_is_named_by_what_ls_shows(directory, tmp_path):
+    shown = values("ls", directory)["chains"][0]["namespace"][:16]
+    assert shown in run("ls", directory)
+    sent = values("export", tmp_path / "f", directory, "--all", "--namespace", shown[:9])
+    assert sent["objects"] == 4
+    assert values("gc", directory, "--namespace", shown.upper())["flaws"] == {"unwanted": 4}
+
+
+def test_a_namespace_of_a_running_store_is_named_so_too(directory, tmp_path):
+    async def ask() -> set[str]:
+        async with serving(tmp_path) as address:
+            target = Target(directory, LiveStore(address, "token"))
+            return await asyncio.to_thread(namespaces_of, target)
+
+    assert asyncio.run(ask()) == {bytes(range(32)).hex()}
+
+
+def test_an_import_into_an_empty_folder_says_what_to_do(directory, tmp_path):
+    file, empty = tmp_path / "chain.hrpx", tmp_path / "empty"
+    values("export", file, directory, "--all")
+    empty.mkdir()
+    said = run("import", file, empty, status=2).replace("\n", " ")
+    assert f"there is no store in {empty} yet" in said
+    assert "`salt` file" in said and "`headrace up`" in said
+    assert list(empty.iterdir()) == []
+
+
+def test_a_chain_behind_exact_blocks_is_no_torn_one(directory, tmp_path):
+    """Mode `replay`: its own blocks follow exact ones, which are of another namespace."""
+
+    async def put() -> None:
+        async with serving(tmp_path) as address:
+            client = StoreClient(address, "token", bytes(range(32, 64)))
+            assert await client.connect(10.0)
+            items = [(Digest(bytes([n]) * 32), bytes([n]) * 3000) for n in (7, 8)]
+            await client.put(Kind.KV, items, first_block=2)
+            torn = [(Digest(bytes([9]) * 32), bytes(3000))]
+            await client.put(Kind.KV, torn, parent=DIGESTS[0], first_block=5)
+            await client.close()
+
+    asyncio.run(put())
+    chains = {row["tip"]: row for row in values("ls", directory)["chains"]}
+    behind, torn = chains["08" * 32], chains["09" * 32]
+    assert (behind["whole"], behind["behind_exact"], behind["tokens"]) == (False, True, 512)
+    assert (torn["whole"], torn["behind_exact"]) == (False, False)
+    assert chains[DIGESTS[3].hex()]["behind_exact"] is False
+    rows = [line for line in run("ls", directory).splitlines() if line.startswith("│")]
+    assert sorted(row.split("│")[-2].strip() for row in rows) == ["behind exact", "no", "yes"]
+    assert values("gc", directory)["flaws"] == {"orphan": 1}  # and the other stays
 
 
 def test_a_chain_comes_back_into_a_running_store(directory, tmp_path):
@@ -263,7 +324,15 @@ def test_broken_pins_are_one_sentence_and_no_nan_is_printed(directory, verb, cap
         (["warm", "ab"], "there is no cluster under"),
         (["warm"], "name chains to warm"),
         (["gc", "DIR", "--older-than", "3w"], "--older-than must be a number with s, m, h or d"),
-        (["gc", "DIR", "--namespace", "xy"], "--namespace must have 64 hex digits, got 'xy'"),
+        (["gc", "DIR", "--namespace", "xy"], "--namespace must have at least 8 digits, got 'xy'"),
+        (
+            ["gc", "DIR", "--namespace", "12345678"],
+            "--namespace 12345678: none of the namespaces here begin so (0001020304050607)",
+        ),
+        (
+            ["export", "F", "DIR", "--all", "--namespace", "00010203ff"],
+            "--namespace 00010203ff: none of the namespaces here begin so (0001020304050607)",
+        ),
         (["export", "F", "DIR"], "name chains by --tip"),
         (["export", "F", "DIR", "--tip", "0000"], "--tip 0000: none of the whole chains"),
         (["import", "/nowhere/f", "DIR"], "/nowhere/f cannot be read (No such file"),
