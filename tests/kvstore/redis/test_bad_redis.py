@@ -222,6 +222,46 @@ async def test_back_with_older_data(bench, new_server):
     await one.well(500)
 
 
+async def test_loading(bench, new_server):
+    """It is up, takes connections, and answers -LOADING while it reads its snapshot."""
+    server = new_server("--dbfilename", "slow.rdb")
+    one = await bench(server.url, LONG)
+    await one.put(*range(10))
+    await one.well(*range(10))
+    with server.client.pipeline(transaction=False) as pipe:
+        for number in range(3000):
+            pipe.set(f"other:{number}", os.urandom(1000))
+        pipe.execute()
+    server.client.save()
+    server.kill()
+    slow = ("--key-load-delay", "10000", "--loading-process-events-interval-bytes", "1024")
+    server.options = (*server.options, *slow)
+    starting = asyncio.create_task(asyncio.to_thread(server.start))
+
+    def loads() -> bool:
+        try:
+            server.client.get("x")
+            return False
+        except redis.exceptions.BusyLoadingError:
+            return True
+        except redis.RedisError:
+            return False
+
+    async def loading() -> bool:
+        return await asyncio.to_thread(loads)
+
+    await one.wait_until(loading, "-LOADING")
+    assert await one.hits(*range(10)) == 0
+    await one.put(*range(10, 20))
+    await one.durable(20)
+    await one.exact(*range(20))
+    assert (await one.client.stat()).index == "away"
+    assert loads() and not starting.done(), "it had loaded by then"
+    server.client.config_set("key-load-delay", 0)
+    await starting
+    await one.well(*range(20))
+
+
 async def test_killed_and_restarted_empty(bench, new_server):
     server = new_server()
     one = await bench(server.url)
