@@ -20,7 +20,7 @@ from headrace.kvstore.disks import DiskBook
 from headrace.kvstore.eviction import RecyclePlan
 from headrace.kvstore.grants import GrantBook
 from headrace.kvstore.kin import Kin
-from headrace.kvstore.layout import ObjectFacts, SlotHeader
+from headrace.kvstore.layout import ObjectFacts, SlotHeader, checksum
 from headrace.kvstore.leases import LeaseBook
 from headrace.kvstore.objects import DiskPlace, Entry, Reservation, Saving, object_key
 from headrace.kvstore.policy import StorePolicy
@@ -342,21 +342,23 @@ class StoreState:
     def doom(self, place: Place, namespace: bytes, digest: Digest) -> bool:
         """A reader says that the bytes at `place` did not verify. True when it was right.
 
-        The store looks itself: a stale place or a reader's mistake ends no object. Damage in the
-        arena costs an object that is also on disk only its arena copy."""
-        found = self.residents.arena.locate(place.offset)
+        The store looks itself: a stale place or a reader's mistake ends no object. One on disk
+        loses its arena copy alone; of others a header is written anew if the payload is sound."""
+        found = (arena := self.residents.arena).locate(place.offset)
         entry = None if found is None else self.find(found[0].kind, namespace, digest)
         mine = None if entry is None else self.place(entry)
         if entry is None or mine is None or mine != place:
             self.count.refused += 1
             return False
-        if self.residents.arena.read(mine, namespace, digest, None) is Reading.GOOD:
+        if arena.read(mine, namespace, digest, None) is Reading.GOOD:
             self.count.refused += 1
             return False
         self.count.damaged += 1
         if entry.saving is Saving.SAVED and not entry.pins:
             self.residents.leave(entry)
             self._mark(entry)
+        elif entry.slot is not None and checksum(arena.bytes_at(mine)) == entry.checksum:
+            self.residents.show(entry, entry.slot)
         else:
             self.drop(entry, erase=True)
         return True
@@ -364,7 +366,6 @@ class StoreState:
     # books -----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """As `check_books`."""
         check_books(self)
 
     def _evicted(self, entry: Entry) -> None:

@@ -13,6 +13,7 @@ from headrace.core.messages import Place
 from headrace.kvstore.arena import Reading, Region, create_arena
 from headrace.kvstore.layout import NO_DIGEST, ObjectFacts, checksum, pack_slot_header
 from headrace.kvstore.objects import DiskPlace
+from headrace.kvstore.policy import StorePolicy
 from headrace.kvstore.records import ARENA_SEGMENT
 from headrace.kvstore.settings import Kind
 from headrace.kvstore.state import StoreState
@@ -47,7 +48,7 @@ class World:
     content = staticmethod(content)
     lease = staticmethod(lease)
 
-    def __init__(self, slots: int = 4) -> None:
+    def __init__(self, slots: int = 4, policy: StorePolicy | None = None) -> None:
         regions = (
             Region(Kind.KV, 0, 4096, slots),
             Region(Kind.SWA, slots * 4096, 4096, 2),
@@ -56,7 +57,9 @@ class World:
         descriptor, self.arena = create_arena(regions)
         os.close(descriptor)
         self.clock = FakeClock()
-        self.state = StoreState(self.arena, BootId("b"), self.clock, lease_s=30.0, reserve_s=30.0)
+        self.state = StoreState(
+            self.arena, BootId("b"), self.clock, lease_s=30.0, reserve_s=30.0, policy=policy
+        )
         self.disk = 0
 
     def write(self, reservation) -> None:

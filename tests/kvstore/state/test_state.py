@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from headrace.core.states import Visibility, VisibilityEvent
+from headrace.kvstore.commits import commit_blocks
 from headrace.kvstore.counters import Eviction
 from headrace.kvstore.eviction import RecyclePlan
-from headrace.kvstore.layout import SlotHeader, checksum
+from headrace.kvstore.layout import SlotHeader, checksum, domain_tag, pack_slot_header
 from headrace.kvstore.objects import DiskPlace, Saving
+from headrace.kvstore.policy import DomainShare, StorePolicy
 from headrace.kvstore.records import ARENA_SEGMENT
 from headrace.kvstore.residents import StoreDamaged
 from headrace.kvstore.settings import Kind
@@ -229,3 +231,69 @@ def test_check_finds_a_book_that_is_wrong(world):
     entry.slot = None
     with pytest.raises(StoreDamaged):
         world.state.check()
+
+
+@pytest.mark.parametrize("written", ["nothing", "zeros", "another's"])
+@pytest.mark.parametrize("saving", [Saving.WAITING, Saving.WRITING, Saving.GIVEN_UP])
+def test_a_header_written_over_before_its_block_is_on_disk_is_made_anew(world, written, saving):
+    """Its reader misses, and says so; the next one reads what was put."""
+    entry = world.put(1)
+    if saving is not Saving.WAITING:
+        (taken,) = world.state.take_unsaved(1 << 30)
+        assert taken is entry
+    if saving is Saving.GIVEN_UP:
+        world.state.not_saved(entry)
+    assert entry.saving is saving
+    place = world.state.place(entry)
+    header = world.arena.header(*world.arena.locate(place.offset))
+    header[:] = {
+        "nothing": b"\xff" * len(header),
+        "zeros": bytes(len(header)),
+        "another's": pack_slot_header(world.facts(2), 5, ARENA_SEGMENT, 0, 1, 1),
+    }[written]
+    assert world.reads(1) is None
+    assert world.state.doom(place, world.namespace, world.digest(1))
+    assert world.reads(1) == world.content(1) and world.state.place(entry) == place
+    assert world.state.count.damaged == 1
+    assert not world.state.doom(place, world.namespace, world.digest(1))
+    if saving is Saving.WRITING:
+        world.state.saved(entry, DiskPlace(0, 1, 1))
+    world.state.check()
+
+
+def test_a_payload_written_over_with_its_header_ends_its_block(world):
+    entry = world.put(1)
+    place = world.state.place(entry)
+    at = world.arena.locate(place.offset)
+    world.arena.payload(*at, 1)[0] ^= 1
+    world.arena.blank_header(*at)
+    assert world.state.doom(place, world.namespace, world.digest(1))
+    assert entry.dropped and world.reads(1) is None and world.free == 4
+    world.state.check()
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_second_copy_of_another_domain_does_not_become_the_first_ones(make_world, leased):
+    """A slot is counted as the domain's that it was granted to."""
+    gold = DomainShare("gold", guaranteed=0.25, most=0.75)
+    world = make_world(64, StorePolicy(domain_shares=(gold,)))
+    state, tag = world.state, domain_tag("gold")
+    entry = world.put(1)
+    world.save()
+    state.residents.leave(entry)
+    (granted,) = state.granted.make(1, tag, 1)
+    taken = state.residents.orders[Kind.KV].taken
+    assert taken == [0, 1]
+    place = world.write_granted(granted, 1)
+    facts = world.facts(1)._replace(domain=tag)
+    lease = world.lease(1) if leased else None
+    assert not commit_blocks(state, 1, [facts], [(granted.number, entry.checksum)], lease)
+    assert entry.slot is None
+    assert world.reads_at(place, 1) == (world.content(1) if leased else None)
+    assert taken == [0, int(leased)]
+    state.check()
+    if leased:
+        state.release(lease, None)
+        assert taken == [0, 0]
+    assert world.free == 64
+    state.check()
