@@ -143,14 +143,15 @@ async def test_while_decode_awaits_a_prefill_that_never_speaks(
 
 
 async def test_while_blocks_are_loaded(cluster, prompt, router, give_up) -> None:
-    """The copying thread sleeps five seconds; the job does not wait for it."""
+    """The copying thread sleeps five seconds; the job does not wait for it, and no test after this
+    does: it is the second replica's."""
     ids = prompt(700, "load")
-    await (await cluster.handoff(cluster.request(ids), decode=1)).result()
+    await (await cluster.handoff(cluster.request(ids))).result()
     await cluster.at_rest()
     faults.arm("decode.load=sleep@2")
-    call = await cluster.handoff(cluster.request(ids), router=router)
+    call = await cluster.handoff(cluster.request(ids), decode=1, router=router)
     await until(lambda: faults.fired("decode.load") == 1)
-    await until(lambda: state_of(cluster.decodes[0], call) is DecodeState.LOADING)
+    await until(lambda: state_of(cluster.decodes[1], call) is DecodeState.LOADING)
     await give_up(call, router)
     await cluster.at_rest()
     assert not call.token_ids
@@ -176,16 +177,6 @@ async def test_a_deadline_ends_a_request_in_prefill_and_in_decode(cluster, promp
     await cluster.at_rest()
 
 
-async def test_a_handoff_without_progress_is_given_up_as_retryable(cluster, prompt) -> None:
-    call = await cluster.router.send(
-        cluster.request(prompt(700, "stalled")), cluster.to_decode[0], prefill_name="prefill-9"
-    )
-    failed = await call.failure(within_s=10)
-    assert (failed.code, failed.retryable) == ("replica_lost", True)
-    assert "no progress of the hand-off for 4" in failed.message
-    await cluster.at_rest()
-
-
 async def test_what_can_never_fit_is_refused_at_once(cluster, prompt) -> None:
     call = await cluster.local(cluster.request(prompt(1990, "big"), 100))  # 2,048 positions
     failed = await call.failure()
@@ -194,16 +185,22 @@ async def test_what_can_never_fit_is_refused_at_once(cluster, prompt) -> None:
     await cluster.at_rest()
 
 
-async def test_waiting_for_prefill_is_progress_and_a_live_request_keeps_its_record(
+async def test_a_handoff_without_progress_is_given_up_while_others_keep_what_they_have(
     cluster, yardstick, prompt
 ) -> None:
-    """Both last longer than a lease: one stands in line at prefill, the other decodes."""
+    """Three that last longer than a lease: a prefill never speaks to one, one stands in line at
+    prefill, which is progress, and one decodes and keeps its record."""
     runs = await cluster.handoff(cluster.request(prompt(700, "long answer"), ENDLESS))
     await asyncio.wait_for(runs.begun.wait(), 20)
     ids = prompt(700, "waits long")
     async with full(cluster, cluster.prefill, prompt):
         waits = await cluster.handoff(cluster.request(ids), decode=1, bind="early")
-        await asyncio.sleep(4.6)
+        await until(lambda: state_of(cluster.decodes[1], waits) is DecodeState.AWAITING)
+        mute = cluster.request(prompt(700, "stalled"))
+        call = await cluster.router.send(mute, cluster.to_decode[1], prefill_name="prefill-9")
+        failed = await call.failure(within_s=10)
+        assert (failed.code, failed.retryable) == ("replica_lost", True)
+        assert "no progress of the hand-off for 4" in failed.message
         assert state_of(cluster.decodes[1], waits) is DecodeState.AWAITING
         stat = await cluster.prefill.store.stat()
         if not runs.ended.is_set():
