@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count as numbers_from
 from typing import Any, Protocol
 
 from headrace.core.clock import SYSTEM_CLOCK
@@ -17,13 +18,14 @@ from headrace.core.errors import WireError
 from headrace.core.ids import BootId, Digest, JobKey
 from headrace.core.messages import Place
 from headrace.kvstore.arena import Arena, Region
-from headrace.kvstore.layout import Buffer, ObjectFacts, checksum, pack_slot_header
+from headrace.kvstore.layout import HEADER_BYTES, Buffer, checksum, header_packer
 from headrace.kvstore.messages import (
     Ahead,
     Commit,
     Done,
     GiveBack,
     Granted,
+    cut_digests,
     pack_pairs,
     pack_sizes,
     unpack_slots,
@@ -37,6 +39,9 @@ IDLE_S = 0.25  # a client that puts nothing for so long gives its slots back
 OLD_S = 5.0  # asked for longer ago they are given back too,
 OLD_SHARE = 6  # or than this part of the time for which the store keeps them for a client
 WAIT_S = 1.0  # for slots that were asked for; then the store is asked for room as usual
+TURN_BLOCKS = 64  # others get their turn, and commits go out, after so many blocks at most,
+TURN_S = 0.001  # or so long: a turn of the loop for 16 blocks costs as much as one of them
+_NO_BOUND = 1 << 30
 
 
 class Asker(Protocol):
@@ -62,15 +67,18 @@ class Stock:
         self.unanswered = 0
         self._asker = asker
         self._old_s = min(OLD_S, asker.reserve_s / OLD_SHARE)
-        # Number, offset, generation, and when it was asked for: the store counts from soon after.
+        # Grant, slot, generation, and when it was asked for: the store counts from soon after.
         self._slots: deque[tuple[int, int, int, float]] = deque()
         self._domain = b""
-        self._row = 0  # blocks put in a row
-        self._last_s = 0.0  # when the last batch came,
+        self._row = 0  # blocks put in a row,
+        self._began_s = 0.0  # since when,
+        self._last_s = 0.0  # and when the last batch came,
         self._used_s = 0.0  # when one last went into the stock, or the stock got its first slots,
         self._refused_s = 0.0  # and when the store had none to give
-        self._want = 0  # as many as are asked for: two batches at first, then twice as many
+        self._bound = _NO_BOUND  # what the store would not go beyond lately
         self._known = False  # the last batch was there already: ask before copying again
+        self._untold = 0  # blocks put since others had their turn,
+        self._turned_s = 0.0  # and when that was
         self._asked: asyncio.Future[Any] | None = None
         self._commits: set[asyncio.Future[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -90,8 +98,9 @@ class Stock:
         if domain != self._domain:
             self.give_back()
         soon = domain == self._domain and now_s - self._last_s < (IDLE_S if self._slots else SOON_S)
-        self._row = self._row + count if soon else count
-        self._want = self._want if soon else 0
+        if not soon:
+            self._row, self._began_s, self._bound = 0, now_s, _NO_BOUND
+        self._row += count
         self._last_s, self._domain = now_s, domain
         good = self._row > IN_A_ROW and not self._known and self._asker.open
         if good and not self._holds(count):
@@ -116,17 +125,17 @@ class Stock:
 
     def put(
         self,
-        batch: Sequence[tuple[Digest, Buffer]],
+        packed: bytes,
+        sources: Sequence[Buffer],
         parent: Digest,
         first_block: int,
-        digests: bytes,
         lease: JobKey | None,
     ) -> list[Place]:
-        """Where the blocks of `batch`, bytes each, are readable now. `ready` has just said yes, and
-        every payload fits a slot; `digests` are those of the batch, joined."""
-        taken = [self._slots.popleft() for _ in batch]
+        """Where blocks of these payloads, bytes each, are readable now. `ready` has just said yes,
+        and every payload fits a slot; `packed` are their digests joined."""
+        taken = [self._slots.popleft() for _ in sources]
         try:
-            places = self._fill(taken, batch, parent, first_block)
+            places = self._fill(taken, cut_digests(packed), sources, parent, first_block)
         except BaseException:
             self._return(taken)
             raise
@@ -139,7 +148,7 @@ class Stock:
             lambda call: Commit(
                 call,
                 Kind.KV,
-                digests,
+                packed,
                 told,
                 parent,
                 first_block,
@@ -152,37 +161,45 @@ class Stock:
         self._commits.add(answer)
         answer.add_done_callback(lambda done: self._committed(done, len(places)))
         self._used_s = self._last_s
-        if len(self._slots) < self._want // 2:
-            self._ask(len(batch))
+        if len(self._slots) < self._goal(len(places)) // 2:
+            self._ask(len(places))
         return places
 
     def _fill(
         self,
         taken: Sequence[tuple[int, int, int, float]],
-        batch: Sequence[tuple[Digest, Buffer]],
+        digests: Sequence[Digest],
+        sources: Sequence[Buffer],
         parent: Digest,
         first_block: int,
     ) -> list[Place]:
         """Payload and header of each block in its slot: where they are readable."""
-        asker, domain, view = self._asker, self._domain, self._asker.arena.view
-        region = asker.arena.region(Kind.KV)
+        boot, view = self._asker.boot, self._asker.arena.view
+        region = self._asker.arena.region(Kind.KV)
         assert region is not None
-        written_at_s = int(SYSTEM_CLOCK.wall_s())
-        before, places = parent, list[Place]()
-        for number, ((_, begin, generation, _), (digest, source)) in enumerate(
-            zip(taken, batch, strict=True), first_block
-        ):
-            size = len(source)
+        start, slot_bytes = region.start, region.slot_bytes
+        now_s = int(SYSTEM_CLOCK.wall_s())
+        pack = header_packer(Kind.KV, self._asker.namespace, self._domain, now_s)
+        places = list[Place]()
+        # Before each block stands the one put with it; the parent before the first.
+        rows = zip(numbers_from(first_block), taken, digests, (parent, *digests), sources)
+        for block, (_, slot, generation, _), digest, before, source in rows:
+            begin, size = start + slot * slot_bytes, len(source)
+            end = begin + slot_bytes
             view[begin : begin + size] = source
             total = checksum(source)  # of the source, so that a torn copy does not verify
-            facts = ObjectFacts(Kind.KV, asker.namespace, digest, before, number, domain, size)
-            end = begin + region.slot_bytes
-            slot = (begin - region.start) // region.slot_bytes
-            header = pack_slot_header(facts, total, ARENA_SEGMENT, slot, generation, written_at_s)
-            view[end - len(header) : end] = header
-            places.append(Place(asker.boot, begin, size, generation, total))
-            before = digest
+            at = (ARENA_SEGMENT, slot, generation, size, total)
+            view[end - HEADER_BYTES : end] = pack(digest, before, block, *at)
+            places.append(Place(boot, begin, size, generation, total))
         return places
+
+    async def turn(self, count: int) -> None:
+        """`count` blocks were put: let answers come in and others do something, now and then."""
+        self._untold += count
+        now_s = SYSTEM_CLOCK.now_s()
+        if self._untold >= TURN_BLOCKS or now_s - self._turned_s > TURN_S:
+            self._untold, self._turned_s = 0, now_s
+            await asyncio.sleep(0)
 
     async def settled(self, limit_s: float) -> None:
         """Wait until the store has acknowledged every commit, at most so long."""
@@ -198,14 +215,19 @@ class Stock:
     def _return(self, slots: Iterable[tuple[int, int, int, float]]) -> None:
         self._asker.post(GiveBack(tuple(slot[0] for slot in slots)))
 
+    def _goal(self, count: int) -> int:
+        """How many slots to hold at best: two batches, or as many blocks as came after the first
+        `IN_A_ROW`, but no more than go in `IDLE_S` at the pace of this row."""
+        pace = self._row * IDLE_S / max(IDLE_S, self._last_s - self._began_s)
+        return max(2 * count, min(self._row - IN_A_ROW, int(pace), self._bound))
+
     def _ask(self, count: int) -> None:
-        """For slots, as many as were put in a row at most; fewer than a batch are of no use."""
+        """For as many slots as are missing; fewer than a batch are of no use."""
         now_s = SYSTEM_CLOCK.now_s()
         if self._asked is not None or now_s - self._refused_s <= IDLE_S:
             return
         domain, held = self._domain, len(self._slots)
-        self._want = max(2 * count, min(2 * self._want, self._row))
-        more, least = self._want - held, max(1, count - held)
+        more, least = self._goal(count) - held, max(1, count - held)
         self._asked = self._asker.submit(lambda call: Ahead(call, domain, more, least))
         self._asked.add_done_callback(lambda done: self._granted(done, domain, more, now_s))
 
@@ -219,12 +241,18 @@ class Stock:
             self._asker.abort()
             return
         # Counted from the question: this process may have been stopped before it read the answer.
-        now_s, new = SYSTEM_CLOCK.now_s(), [(*slot, asked_s) for slot in slots]
+        now_s = SYSTEM_CLOCK.now_s()
+        new = [
+            (grant, slot, generation, asked_s)
+            for grant, (slot, generation) in enumerate(slots, answer.first)
+        ]
         if not new:
             self._refused_s = now_s
             return
         if len(new) < more:
-            self._want = len(self._slots) + len(new)
+            self._bound = len(self._slots) + len(new)
+        else:
+            self._bound = min(2 * self._bound, _NO_BOUND)
         if domain != self._domain or now_s - asked_s > self._old_s:
             self._return(new)
             return
@@ -255,7 +283,7 @@ class Stock:
             self._timer = loop.call_later(IDLE_S - idle_s, self._rest)
 
 
-def _slots_of(answer: Any, region: Region | None) -> tuple[tuple[int, int, int], ...] | None:
+def _slots_of(answer: Any, region: Region | None) -> tuple[tuple[int, int], ...] | None:
     """The slots of an answer; None for what is none, or names what is no slot of the region."""
     if not isinstance(answer, Granted) or region is None:
         return None
@@ -263,8 +291,4 @@ def _slots_of(answer: Any, region: Region | None) -> tuple[tuple[int, int, int],
         slots = unpack_slots(answer.slots)
     except WireError:
         return None
-    good = all(
-        region.start <= offset < region.end and not (offset - region.start) % region.slot_bytes
-        for _, offset, _ in slots
-    )
-    return slots if good else None
+    return slots if all(slot < region.slots for slot, _ in slots) else None

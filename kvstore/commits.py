@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from headrace.core import faults
 from headrace.core.errors import WireError
@@ -23,34 +23,34 @@ def commit_blocks(
     written: Sequence[tuple[int, int]],
     lease: JobKey | None,
 ) -> bool:
-    """Make blocks readable by digest whose payload and header stand in granted slots: `written` has
-    a grant and a checksum for each of `facts`. Whether all were new and all grants the client's.
+    """Make blocks of one namespace and domain readable by digest whose payload and header stand in
+    granted slots: `written` has a grant and a checksum for each of `facts`. Whether all were new
+    and all grants the client's.
 
     The client has told others where they lie, so a leased second copy of a known block stays
     readable as long as its lease does (`GrantBook`). Raises `WireError` for other kinds than KV,
     numbers that do not match."""
     if len(written) != len(facts):
         raise WireError(f"{len(facts)} blocks are committed with {len(written)} grants")
-    if any(fact.kind is not Kind.KV for fact in facts):
+    if facts and facts[0].kind is not Kind.KV:
         raise WireError("slots are granted in advance for blocks alone")
-    fresh: list[Entry] = []
+    fresh: dict[bytes, Entry] = {}
     filled: list[int] = []
     second: list[tuple[Entry, ObjectFacts, int, int]] = []
     refused, written_at_s = 0, int(state.clock.wall_s())
-    domain = facts[0].domain if facts else b""
+    namespace, domain = (facts[0].namespace, facts[0].domain) if facts else (b"", b"")
+    before, objects = object_key(Kind.KV, namespace, b""), state.objects
     slots = state.granted.redeem(connection, [number for number, _ in written], domain)
     for fact, (_, total), slot in zip(facts, written, slots, strict=True):
         if slot is None or not _takes(state, slot, fact):
             refused += 1
             continue
-        key = object_key(Kind.KV, fact.namespace, fact.digest)
-        known = state.objects.get(key)
+        key = before + fact.digest
+        known = objects.get(key) or fresh.get(key)
         if known is not None:
             second.append((known, fact, slot, total))
             continue
-        entry = Entry(key, fact, total, written_at_s, _SEALED, Saving.WAITING)
-        state.know(entry)
-        fresh.append(entry)
+        fresh[key] = Entry(key, fact, total, written_at_s, _SEALED, Saving.WAITING)
         filled.append(slot)
     if fresh:
         _enter(state, fresh, filled, lease)
@@ -61,14 +61,16 @@ def commit_blocks(
 
 
 def _enter(
-    state: StoreState, entries: Sequence[Entry], slots: Sequence[int], lease: JobKey | None
+    state: StoreState, fresh: Mapping[bytes, Entry], slots: Sequence[int], lease: JobKey | None
 ) -> None:
-    """New blocks of one domain, known and waiting to be written, lie in these slots under headers
-    of their client's. None of them may leave the arena yet."""
-    state.residents.enter_written(entries, slots)
+    """New blocks of one domain by key, waiting to be written, lie in these slots under headers of
+    their client's. None of them may leave the arena yet."""
+    entries = list(fresh.values())
+    state.know(fresh)
+    state.residents.enter_new(entries, slots)
     state.unsaved.extend(entries)
     state.pending.update(entries)
-    state.dirty.update(dict.fromkeys([entry.key for entry in entries]))
+    state.dirty.update(dict.fromkeys(fresh))
     if lease is not None:
         state.leases.hold_all(lease, entries)
     state.on_unsaved()

@@ -18,7 +18,7 @@ from headrace.core.link import Link, parse_address
 from headrace.core.messages import Place
 from headrace.kvstore.ahead import Stock
 from headrace.kvstore.arena import Arena, Region
-from headrace.kvstore.layout import checksum
+from headrace.kvstore.layout import Buffer, checksum
 from headrace.kvstore.messages import (
     STORE_MESSAGES,
     Abandon,
@@ -125,15 +125,15 @@ class Connection:
         self._link.post(make(call))
         return call, future
 
-    def fill(self, offset: int, source: memoryview) -> int:
+    def fill(self, offset: int, source: Buffer) -> int:
         """Copy a payload into a granted slot; the checksum of the source, so that a torn copy does
         not verify. Raises `StoreGone` for a grant that is none."""
         found = self.arena.locate(offset)
-        if found is None or source.nbytes > found[0].payload_bytes:
+        if found is None or len(source) > found[0].payload_bytes:
             self.abort()
             raise StoreGone
         region, slot = found
-        self.arena.payload(region, slot, source.nbytes)[:] = source
+        self.arena.payload(region, slot, len(source))[:] = source
         return checksum(source)
 
     def places(self, packed: bytes) -> tuple[Place | None, ...]:

@@ -47,21 +47,21 @@ def enter_copies(
     out: list[Entry] = []
     old: list[Entry] = []
     for _, group in groupby(zip(copies, slots, strict=True), key=lambda pair: _domain(pair[0])):
-        new: list[Entry] = []
+        new: dict[bytes, Entry] = {}
         places: list[int] = []
         for copy, slot in group:
-            known = objects.get(copy.key)
+            known = objects.get(copy.key) or new.get(copy.key)
             if known is None:
-                state.know(copy)
-                new.append(copy)
+                new[copy.key] = copy
                 places.append(slot)
             else:
                 residents.give(copy.facts.kind, slot, copy.facts.domain)
                 old.append(known)
             out.append(known or copy)
         if new:
-            residents.enter_written(new, places)
-            residents.show_all(new)
+            state.know(new)
+            residents.enter_new(list(new.values()), places)
+            residents.show_all(new.values())
     for entry in out:
         entry.pins += pins
     residents.settle_all(old if pins else out)  # what is new may not leave yet

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headrace.kvstore.eviction import Guarantees, RecyclePlan, plan_recycle
 from headrace.kvstore.kin import Kin
@@ -16,7 +16,7 @@ class DiskBook:
 
     `ssd_bytes` is what shares are shares of; 0 gives no guarantees."""
 
-    def __init__(self, policy: StorePolicy, ssd_bytes: int, group_of: Callable[[Entry], int]):
+    def __init__(self, policy: StorePolicy, ssd_bytes: int, group_of: Callable[[bytes], int]):
         self.by_segment: dict[int, set[Entry]] = {}
         self.to_erase: list[DiskPlace] = []  # damaged or orphaned slots, to be blanked on disk
         self.used_bytes: dict[int, int] = {}  # by group
@@ -27,30 +27,40 @@ class DiskBook:
         self._ssd_bytes = ssd_bytes
         self._group_of = group_of
 
-    def put(self, entry: Entry, disk: DiskPlace) -> None:
-        """The object lies here now, written and synced; a former place of it is free."""
-        self.leave(entry)
-        entry.disk = disk
-        entry.touched = False
-        self.by_segment.setdefault(disk.segment, set()).add(entry)
-        self._count(entry, 1)
+    def put(self, places: Sequence[tuple[Entry, DiskPlace]]) -> None:
+        """These objects lie there now, written and synced; former places of theirs are free."""
+        alike: dict[tuple[bytes, int], int] = {}  # how many of a domain and size
+        for entry, disk in places:
+            self.leave(entry)
+            entry.disk = disk
+            entry.touched = False
+            self.by_segment.setdefault(disk.segment, set()).add(entry)
+            facts = entry.facts
+            key = facts.domain, facts.payload_bytes
+            alike[key] = alike.get(key, 0) + 1
+        for (domain, size), count in alike.items():
+            self._count(domain, size, count)
 
     def leave(self, entry: Entry) -> None:
         if entry.disk is not None:
             self.by_segment[entry.disk.segment].discard(entry)
             entry.disk = None
-            self._count(entry, -1)
+            self._count(entry.facts.domain, entry.facts.payload_bytes, -1)
 
-    def _count(self, entry: Entry, sign: int) -> None:
-        group, size = self._group_of(entry), slot_bytes(entry.facts.payload_bytes)
-        self.used_bytes[group] = self.used_bytes.get(group, 0) + sign * size
-        self.payload_bytes += sign * entry.facts.payload_bytes
-        self.objects += sign
+    def _count(self, domain: bytes, size: int, count: int) -> None:
+        group = self._group_of(domain)
+        self.used_bytes[group] = self.used_bytes.get(group, 0) + count * slot_bytes(size)
+        self.payload_bytes += count * size
+        self.objects += count
 
     def plan(self, segment: int, kin: Kin, slots: int, room: int) -> RecyclePlan | None:
         """What a segment of `slots` keeps when it is reused, if there are `room` slots for what it
         keeps; None when it must not be reused now."""
         policy = self._policy
+
+        def group_of(entry: Entry) -> int:
+            return self._group_of(entry.facts.domain)
+
         entries = self.by_segment.get(segment, set())
         size = max((slot_bytes(entry.facts.payload_bytes) for entry in entries), default=0)
         guarantees = Guarantees(
@@ -65,8 +75,8 @@ class DiskBook:
             entries,
             kin.children,
             must_stay=self.must_stay,
-            returns=lambda entry: entry.touched and not self.over_most(self._group_of(entry)),
-            group_of=self._group_of,
+            returns=lambda entry: entry.touched and not self.over_most(group_of(entry)),
+            group_of=group_of,
             guarantees=guarantees,
             slot_bytes=size,
             must_room=min(room, int(slots * MUST_STAY_MOST)),

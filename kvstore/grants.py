@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.core.clock import Clock
 from headrace.core.ids import JobKey
@@ -21,19 +21,21 @@ from headrace.kvstore.settings import Kind
 SHARE = 16  # of the slots for blocks, one in so many may be granted or hold a twin;
 # of those that a domain may have at most, one in so many may be granted
 
-_FILLED = GRANT_TABLE.step(Grant.HELD, GrantEvent.COMMIT).state
+# A grant is HELD while it stands in the book, and where it goes then the table says.
+_NEXT = {event: GRANT_TABLE.step(Grant.HELD, event).state for event in GrantEvent}
 
 
-@dataclass(slots=True, eq=False)
-class GrantedSlot:
-    """Mutable: `state` moves by `GRANT_TABLE`."""
+class GrantRange(NamedTuple):
+    """Slots granted by one answer; their grants are numbered from `first` on."""
 
-    number: int
+    first: int
+    slots: list[int]
     connection: int
     domain: bytes
-    slot: int
     expires_s: float
-    state: Grant = Grant.HELD
+
+    def slot(self, number: int) -> int:
+        return self.slots[number - self.first]
 
 
 class GrantBook:
@@ -49,7 +51,7 @@ class GrantBook:
         self.reserve_s = reserve_s
         self.closed = False  # the store is ending: it grants nothing more
         self._most = most
-        self._held: dict[int, GrantedSlot] = {}
+        self._held: dict[int, GrantRange] = {}
         self._by_connection: dict[int, int] = {}
         self._by_group: Counter[int] = Counter()  # grants alone, by the group of their domain
         self._twins: dict[JobKey, list[tuple[int, bytes]]] = {}  # slot and domain
@@ -63,32 +65,27 @@ class GrantBook:
     def most_in_all(self) -> int:
         return self._residents.regions[Kind.KV].slots // SHARE
 
-    def make(self, connection: int, domain: bytes, count: int, least: int = 1) -> list[GrantedSlot]:
+    def make(self, connection: int, domain: bytes, count: int, least: int = 1) -> GrantRange | None:
         """Up to `count` further slots for a client, as far as its own bound, that of its domain and
-        of all clients, and the arena allow; none if that is fewer than `least`."""
+        of all clients, and the arena allow; None if that is fewer than `least`, or none."""
         own, group = self._by_connection.get(connection, 0), self._residents.group(domain)
         left = self.most_in_all - len(self._held) - self.twins
         most = self._residents.orders[Kind.KV].groups[group].most // SHARE
         count = min(count, self._most - own, left, most - self._by_group[group])
         if self.closed or count < least:  # nothing leaves the arena for what nobody could use
-            return []
-        expires_s = self._clock.now_s() + self.reserve_s
-        made: list[GrantedSlot] = []
-        while len(made) < count:
-            slot = self._residents.take(Kind.KV, domain)
-            if slot is None:
-                break
-            self._numbers += 1
-            granted = GrantedSlot(self._numbers, connection, domain, slot, expires_s)
-            self._held[granted.number] = granted
-            made.append(granted)
-        if made:
-            self._by_connection[connection] = own + len(made)
-            self._by_group[group] += len(made)
-        if len(made) < least:
-            self._end(made, GrantEvent.GIVE_BACK)
-            return []
-        return made
+            return None
+        slots = self._residents.take_all(Kind.KV, domain, count)
+        if len(slots) < max(1, least):
+            for slot in slots:
+                self._residents.give(Kind.KV, slot, domain)
+            return None
+        first, end = self._numbers + 1, self._numbers + 1 + len(slots)
+        granted = GrantRange(first, slots, connection, domain, self._clock.now_s() + self.reserve_s)
+        self._numbers = end - 1
+        self._held |= dict.fromkeys(range(first, end), granted)
+        self._by_connection[connection] = own + len(slots)
+        self._by_group[group] += len(slots)
+        return granted
 
     def redeem(self, connection: int, numbers: Iterable[int], domain: bytes) -> list[int | None]:
         """The slots of grants that were written for this domain; they are the caller's now. None
@@ -99,29 +96,28 @@ class GrantBook:
             if granted is None or granted.connection != connection or granted.domain != domain:
                 slots.append(None)
                 continue
-            granted.state = _FILLED
             del self._held[number]
-            self._by_group[self._residents.group(domain)] -= 1
-            slots.append(granted.slot)
-        self._fewer(connection, len(slots) - slots.count(None))
+            slots.append(granted.slot(number))
+        self._fewer(connection, domain, len(slots) - slots.count(None))
         return slots
 
     def give_back(self, connection: int, numbers: Iterable[int]) -> int:
         """A client does not need these; how many of them it held."""
-        found = [self._held[number] for number in numbers if number in self._held]
-        return self._end((g for g in found if g.connection == connection), GrantEvent.GIVE_BACK)
+        held = self._held
+        mine = [n for n in numbers if n in held and held[n].connection == connection]
+        return self._end(mine, GrantEvent.GIVE_BACK)
 
     def close_connection(self, connection: int) -> int:
         """Free everything that a connection was granted; how many slots that were."""
         if connection not in self._by_connection:
             return 0
-        mine = [g for g in self._held.values() if g.connection == connection]
+        mine = [n for n, granted in self._held.items() if granted.connection == connection]
         return self._end(mine, GrantEvent.CLOSE)
 
     def expire(self) -> int:
         """End those whose time is over."""
         now_s = self._clock.now_s()
-        late = [g for g in self._held.values() if g.expires_s <= now_s]
+        late = [n for n, granted in self._held.items() if granted.expires_s <= now_s]
         return self._end(late, GrantEvent.EXPIRE)
 
     def keep_twin(self, owner: JobKey, slot: int, domain: bytes) -> None:
@@ -141,27 +137,24 @@ class GrantBook:
     def slots(self) -> Collection[int]:
         """All slots that are granted or hold a twin."""
         twins = [slot for kept in self._twins.values() for slot, _ in kept]
-        return [granted.slot for granted in self._held.values()] + twins
+        return [granted.slot(number) for number, granted in self._held.items()] + twins
 
     def domains(self) -> list[bytes]:
         """The domain of every slot that is granted or holds a twin."""
         twins = [domain for kept in self._twins.values() for _, domain in kept]
         return [granted.domain for granted in self._held.values()] + twins
 
-    def _end(self, ending: Iterable[GrantedSlot], event: GrantEvent) -> int:
-        gone = list(dict.fromkeys(ending))
-        for granted in gone:
-            self._out(granted, event)
-            self.free(granted.slot, granted.domain)
+    def _end(self, numbers: Iterable[int], event: GrantEvent) -> int:
+        assert _NEXT[event] is Grant.ENDED
+        gone = dict.fromkeys(numbers)
+        for number in gone:
+            granted = self._held.pop(number)
+            self._fewer(granted.connection, granted.domain, 1)
+            self.free(granted.slot(number), granted.domain)
         return len(gone)
 
-    def _out(self, granted: GrantedSlot, event: GrantEvent) -> None:
-        GRANT_TABLE.move(granted, event, granted.number)
-        del self._held[granted.number]
-        self._by_group[self._residents.group(granted.domain)] -= 1
-        self._fewer(granted.connection, 1)
-
-    def _fewer(self, connection: int, count: int) -> None:
+    def _fewer(self, connection: int, domain: bytes, count: int) -> None:
+        self._by_group[self._residents.group(domain)] -= count
         left = self._by_connection.get(connection, 0) - count
         if left:
             self._by_connection[connection] = left

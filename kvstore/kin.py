@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from headrace.core.ids import Digest
 from headrace.kvstore.layout import NO_DIGEST
@@ -28,6 +28,16 @@ class Kin:
             known.add(entry)
         elif known is not entry:
             self._by_parent[parent] = {known, entry}
+
+    def add_all(self, entries: Sequence[Entry]) -> None:
+        """As `add`, of a chain in one go where each hangs on another."""
+        fresh = {entry.facts.parent: entry for entry in entries}
+        if len(fresh) == len(entries) and self._by_parent.keys().isdisjoint(fresh):
+            fresh.pop(NO_DIGEST, None)
+            self._by_parent.update(fresh)
+        else:
+            for entry in entries:
+                self.add(entry)
 
     def discard(self, entry: Entry) -> None:
         parent = entry.facts.parent

@@ -34,6 +34,9 @@ NO_DIGEST = Digest(bytes(32))
 # payload bytes | checksum | written at | namespace | digest | parent digest | domain
 _SLOT = struct.Struct("<4sHBBIIIIIIQQ32s32s32s16s")
 _SLOT_MAGIC = b"HRSL"
+# The same 504 bytes in the parts that `header_packer` tells apart: start | block | segment | slot |
+# generation | payload bytes | checksum | written at, namespace | digest | parent | domain and zeros
+_SLOT_PARTS = struct.Struct("<12sIIIIIQ40s32s32s360s")
 # magic | version | kind | flags | slot bytes | slots | segment | generation | sequence | store uid
 _SEGMENT = struct.Struct("<4sHBBIIIIQ8s")
 _SEGMENT_MAGIC = b"HRSG"
@@ -117,6 +120,33 @@ class SlotHeader(NamedTuple):
         return SlotHeader(facts, payload_sum, segment, slot, generation, written_at_s)
 
 
+# digest, parent, block, segment, slot, generation, payload bytes, checksum of the payload
+PackHeader: TypeAlias = Callable[[Digest, Digest, int, int, int, int, int, int], bytes]
+
+
+def header_packer(kind: Kind, namespace: bytes, domain: bytes, written_at_s: int) -> PackHeader:
+    """Makes the 512 bytes of a header, its own checksum last, of objects that have these four in
+    common: half the cost of each."""
+    start, pack, pack_sum = SLOT_STARTS[kind], _SLOT_PARTS.pack, _SUM.pack
+    common = pack_sum(written_at_s) + namespace
+
+    def pack_header(
+        digest: Digest,
+        parent: Digest,
+        block: int,
+        segment: int,
+        slot: int,
+        generation: int,
+        payload_bytes: int,
+        total: int,
+    ) -> bytes:
+        at = (segment, slot, generation, payload_bytes, total)
+        body = pack(start, block, *at, common, digest, parent, domain)
+        return body + pack_sum(checksum(body))
+
+    return pack_header
+
+
 def pack_slot_header(
     facts: ObjectFacts,
     payload_sum: int,
@@ -125,26 +155,10 @@ def pack_slot_header(
     generation: int,
     written_at_s: int,
 ) -> bytes:
-    """The 512 bytes of a header, its own checksum last."""
-    body = _SLOT.pack(
-        _SLOT_MAGIC,
-        VERSION,
-        KIND_CODES[facts.kind],
-        0,
-        HEADER_BYTES,
-        facts.block,
-        segment,
-        slot,
-        generation,
-        facts.payload_bytes,
-        payload_sum,
-        written_at_s,
-        facts.namespace,
-        facts.digest,
-        facts.parent,
-        facts.domain,
-    ).ljust(HEADER_BYTES - _SUM.size, b"\0")
-    return body + _SUM.pack(checksum(body))
+    """The 512 bytes of one header, its own checksum last."""
+    pack = header_packer(facts.kind, facts.namespace, facts.domain, written_at_s)
+    at = (segment, slot, generation, facts.payload_bytes, payload_sum)
+    return pack(facts.digest, facts.parent, facts.block, *at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from headrace.core.clock import Clock
 from headrace.core.ids import JobKey
-from headrace.kvstore.objects import NO_LEASES, Entry
+from headrace.kvstore.objects import Entry
 from headrace.kvstore.settings import Kind
 
 
 @dataclass(slots=True)
 class _Lease:
-    expires_s: float
+    alone: frozenset[JobKey]  # what an object has that no other lease holds: one for all of them
+    expires_s: float = 0.0
     entries: set[Entry] = field(default_factory=set)
 
 
@@ -55,16 +56,10 @@ class LeaseBook:
         if owner in self._over:
             self.late += 1
             return False
-        lease = self._leases.get(owner)
-        if lease is None:
-            lease = self._leases[owner] = _Lease(0.0)
-        lease.expires_s = self._clock.now_s() + self._lease_s
+        lease = self._renewed(owner)
         lease.entries.add(entry)
         self.held += not entry.leases
-        if isinstance(entry.leases, set):
-            entry.leases.add(owner)
-        else:
-            entry.leases = {owner}
+        entry.leases = entry.leases | lease.alone if entry.leases else lease.alone
         return True
 
     def hold_all(self, owner: JobKey, entries: Sequence[Entry]) -> None:
@@ -72,14 +67,19 @@ class LeaseBook:
         if owner in self._over:
             self.late += len(entries)
             return
-        lease = self._leases.get(owner)
-        if lease is None:
-            lease = self._leases[owner] = _Lease(0.0)
-        lease.expires_s = self._clock.now_s() + self._lease_s
+        lease = self._renewed(owner)
         lease.entries.update(entries)
         self.held += len(entries)
         for entry in entries:
-            entry.leases = {owner}
+            entry.leases = lease.alone
+
+    def _renewed(self, owner: JobKey) -> _Lease:
+        """The owner's lease, made if need be, good for its time from now on."""
+        lease = self._leases.get(owner)
+        if lease is None:
+            lease = self._leases[owner] = _Lease(frozenset((owner,)))
+        lease.expires_s = self._clock.now_s() + self._lease_s
+        return lease
 
     def renew(self, owner: JobKey) -> bool:
         lease = self._leases.get(owner)
@@ -122,11 +122,9 @@ class LeaseBook:
     ) -> tuple[Entry, ...]:
         for entry in entries:
             lease.entries.discard(entry)
-            if isinstance(entry.leases, set):
-                entry.leases.discard(owner)
-                if not entry.leases:
-                    entry.leases = NO_LEASES
-                    self.held -= 1
+            if entry.leases:
+                entry.leases -= lease.alone
+                self.held -= not entry.leases
         if not lease.entries:
             self._leases.pop(owner, None)
         return entries

@@ -66,7 +66,7 @@ class Entry:
     proven: bool = False  # a second request has used it since it came into the arena
     departure: int = 0  # the number of its last leave from the arena, counted from 1 a kind
     touched: bool = False  # used since it was written to its disk place
-    leases: set[JobKey] | frozenset[JobKey] = NO_LEASES  # a set only while there are some
+    leases: frozenset[JobKey] = NO_LEASES
     pins: int = 0
     copy: bool = False  # of another store's object, which alone lists it
 

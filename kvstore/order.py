@@ -10,7 +10,7 @@ too early: it is proven at once (bench/kvstore/replay_trace.py compares this wit
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -65,12 +65,22 @@ class LeaveOrder(Generic[T]):
         """Whether a group has all that it may ever have."""
         return self.taken[group] >= self.groups[group].most
 
+    def room(self, group: int) -> int:
+        """How many slots more it may have, were they free."""
+        return max(0, self.groups[group].most - self.taken[group])
+
     # residents -------------------------------------------------------------------------------
 
     def enter(self, item: T, group: int, *, proven: bool) -> None:
         """A slot that the group had taken holds this object now. It may not leave yet."""
         self._standing[item] = _Standing(group, proven)
         self.in_probation += not proven
+
+    def enter_all(self, items: Iterable[T], group: int) -> None:
+        """As `enter`, for objects that only one request has used."""
+        before = len(self._standing)
+        self._standing.update([(item, _Standing(group, False)) for item in items])
+        self.in_probation += len(self._standing) - before
 
     def leave(self, item: T) -> None:
         """The object has no slot any more; its group has one less."""

@@ -57,7 +57,7 @@ class StorePolicy:
     window_cost_share: float = 0.25
     pin_share: float = 0.25
     domain_shares: tuple[DomainShare, ...] = ()
-    ahead_slots: int = 128  # of the arena, granted to one client in advance; 0: none
+    ahead_slots: int = 1024  # of the arena, granted to one client in advance; 0: none
 
     def __post_init__(self) -> None:
         check_number("probation_share", self.probation_share, 0.01, 0.5)

@@ -3,7 +3,6 @@ none for blocks for which there is room in advance."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from headrace.core.ids import DIGEST_BYTES, Digest, JobKey
@@ -35,7 +34,8 @@ def next_batch(
     most = min(_BATCH, max(1, region.slots // 4)) if region is not None else _BATCH
     end, total = begin, 0
     while end < len(items) and end - begin < most and total < _BATCH_BYTES:
-        total += memoryview(items[end][1]).nbytes
+        payload = items[end][1]
+        total += len(payload) if isinstance(payload, bytes) else memoryview(payload).nbytes
         end += 1
     return items[begin:end]
 
@@ -59,13 +59,13 @@ async def put_batch(
     nothing: tuple[Place | None, ...] = (None,) * len(batch)
     sources, digests = _checked(batch, parent, first_block, domain)
     ahead, region = connection.ahead, connection.arena.region(kind)
-    fits = region is not None and all(0 < len(s) <= region.payload_bytes for s in sources)
+    lengths = list(map(len, sources))
+    fits = region is not None and min(lengths) > 0 and max(lengths) <= region.payload_bytes
     if fits and await ahead.ready(kind, domain, len(batch)):
-        items = [(digest, source) for (digest, _), source in zip(batch, sources, strict=True)]
-        told = ahead.put(items, parent, first_block, digests, lease)
-        await asyncio.sleep(0)  # the commit goes out, answers come in, others get their turn
+        told = ahead.put(digests, sources, parent, first_block, lease)
+        await ahead.turn(len(batch))
         return told
-    sizes = pack_sizes([min(source.nbytes, 0xFFFF_FFFF) for source in sources])
+    sizes = pack_sizes([min(length, 0xFFFF_FFFF) for length in lengths])
     unsealed: set[int] = set()
     try:
         answer = await connection.ask(
@@ -104,13 +104,16 @@ async def put_batch(
 
 def _checked(
     batch: Sequence[tuple[Digest, Buffer]], parent: Digest, first_block: int, domain: bytes
-) -> tuple[list[memoryview], bytes]:
-    """The payloads, and the digests joined."""
+) -> tuple[list[Buffer], bytes]:
+    """The payloads, bytes each, and the digests joined."""
     if len(parent) != DIGEST_BYTES or len(domain) != 16:
         raise ValueError(f"a digest has {DIGEST_BYTES} bytes and a domain tag 16")
     if not 0 <= first_block < (1 << 32) - len(batch):
         raise ValueError(f"a block number has 32 bits, got {first_block} and {len(batch)} blocks")
-    sources = [memoryview(payload).cast("B") for _, payload in batch]
+    sources: list[Buffer] = [
+        payload if isinstance(payload, bytes) else memoryview(payload).cast("B")
+        for _, payload in batch
+    ]
     return sources, joined([digest for digest, _ in batch])
 
 

@@ -180,8 +180,9 @@ def record_name(key: bytes) -> bytes:
     return _NAME_STARTS[key[0]] + key[1:9] + b":" + key[33:49]
 
 
-def claim_key(kind: Kind, namespace: bytes, digest: bytes) -> bytes:
-    return b"claim:" + record_key(kind, namespace, digest)
+def claim_name(key: bytes) -> bytes:
+    """As `record_name`, of the claim on an object."""
+    return b"claim:" + record_name(key)
 
 
 def store_key(number: int) -> bytes:

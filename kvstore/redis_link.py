@@ -48,14 +48,20 @@ class RedisLink:
     async def call(
         self, use: Callable[[Client], Awaitable[T]], deadline_s: float | None = None
     ) -> T:
-        """The result of `use(client)` within the deadline. Raises `RedisAway`."""
+        """The result of `use(client)` within the deadline; if this loop stood still when it passed,
+        so much later, at most twice of it. Raises `RedisAway`."""
         if not self._breaker.admits():
             self.refused_by_breaker += 1
             raise RedisAway("the breaker is open")
         limit_s = self.deadline_s if deadline_s is None else min(deadline_s, self.deadline_s)
+        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(limit_s):
-                result = await use(self._servers.client)
+            async with asyncio.timeout(None) as limit:
+                alarm = loop.call_later(limit_s, _end, limit, loop.time() + limit_s, limit_s)
+                try:
+                    result = await use(self._servers.client)
+                finally:
+                    alarm.cancel()
         except ResponseError as error:
             if "WRONGTYPE" in str(error):  # a pipeline puts the command before it
                 self._breaker.success()
@@ -124,10 +130,11 @@ class RedisLink:
 
         async def run(client: Client) -> list[Any]:
             if not self._servers.cluster:
-                words = (lua.encode(), b"%d" % len(keys), *keys, *map(_word, shared), *each)
-                packed = b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
-                head = b"*%d\r\n$4\r\nEVAL\r\n" % (len(words) + 1)
-                answer = await _asked(client, head + packed)
+                n_words = 3 + len(keys) + len(shared) + len(each)
+                head = b"*%d\r\n$4\r\nEVAL\r\n" % n_words
+                before = _packed((lua.encode(), b"%d" % len(keys)))
+                rest = _packed(keys), _packed(list(map(_word, shared))), _packed(each)
+                answer = await _asked(client, b"".join((head, before, *rest)))
                 return answer if isinstance(answer, list) else []
             groups: dict[int, list[int]] = {}
             for index, key in enumerate(keys):
@@ -213,6 +220,13 @@ class RedisLink:
         await self._servers.close()
 
 
+def _end(limit: asyncio.Timeout, due_s: float, limit_s: float) -> None:
+    """The time of a call is over, but for what this loop itself stood still (its collector, a busy
+    machine): that is no silence of Redis."""
+    now_s = asyncio.get_running_loop().time()
+    limit.reschedule(now_s + min(now_s - due_s, limit_s))
+
+
 async def _asked(client: Client, packed: bytes) -> Any:
     """The answer to a packed command. The library takes longer to pack a thousand keys than Redis
     to answer them."""
@@ -225,6 +239,14 @@ async def _asked(client: Client, packed: bytes) -> Any:
         raise
     finally:
         await client.connection_pool.release(connection)
+
+
+def _packed(words: Sequence[bytes]) -> bytes:
+    """Words as Redis's protocol has them."""
+    if len(set(map(len, words))) != 1:
+        return b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+    head = b"$%d\r\n" % len(words[0])  # keys and records are as long as each other
+    return head + (b"\r\n" + head).join(words) + b"\r\n"
 
 
 def _word(value: bytes | int) -> bytes:

@@ -74,34 +74,28 @@ class Residents:
         return self.groups.get(domain, COMMON)
 
     def take(self, kind: Kind, domain: bytes) -> int | None:
-        """Reserve a slot for an object of a domain, evicting if there is need; None when nothing
-        may go. Its header is blank: from here on no reader believes what lay there."""
-        pool, order, group = self.pools[kind], self.orders[kind], self.group(domain)
-        if not pool.free or order.full_for(group):
-            entry = order.victim(group)
-            if entry is None:
-                return None
-            self.leave(entry)
-            self.on_evict(entry)
-        slot = pool.take()
-        if slot is not None:
-            order.taken[group] += 1
-            self.arena.blank_header(self.regions[kind], slot)
-        return slot
+        """As `take_all`, one slot; None when nothing may go."""
+        return next(iter(self.take_all(kind, domain, 1)), None)
 
     def take_all(self, kind: Kind, domain: bytes, count: int) -> list[int]:
-        """As `take`, up to `count` slots: fewer when nothing more may go."""
+        """Reserve slots for objects of a domain, evicting if there is need; fewer when nothing more
+        may go. Their headers are blank: from here on no reader believes what lay there."""
         pool, order, group = self.pools[kind], self.orders[kind], self.group(domain)
-        at_once = min(count, pool.free, max(0, order.groups[group].most - order.taken[group]))
-        slots = pool.take_all(at_once)
-        order.taken[group] += at_once
+        slots: list[int] = []
+        while len(slots) < count:
+            if not pool.free or order.full_for(group):
+                entry = order.victim(group)
+                if entry is None:
+                    break
+                self.leave(entry)
+                self.on_evict(entry)
+            part = pool.take(min(count - len(slots), order.room(group)))
+            if not part:
+                break
+            order.taken[group] += len(part)
+            slots += part
         for slot in slots:
             self.arena.blank_header(self.regions[kind], slot)
-        while len(slots) < count:
-            made = self.take(kind, domain)
-            if made is None:
-                break
-            slots.append(made)
         return slots
 
     def give(self, kind: Kind, slot: int, domain: bytes) -> None:
@@ -141,6 +135,16 @@ class Residents:
             entry.slot, entry.generation = slot, pool.generation(slot)
             entry.proven = entry.proven or order.left_lately(entry.departure)
             order.enter(entry, group, proven=entry.proven)
+
+    def enter_new(self, entries: Sequence[Entry], slots: Sequence[int]) -> None:
+        """As `enter_written`, for objects that were not known before."""
+        facts = entries[0].facts
+        pool, group = self.pools[facts.kind], self.group(facts.domain)
+        pool.fill(len(slots))
+        for entry, slot in zip(entries, slots, strict=True):
+            entry.slot, entry.generation = slot, pool.generation(slot)
+        self.payload_bytes += sum([entry.facts.payload_bytes for entry in entries])
+        self.orders[facts.kind].enter_all(entries, group)
 
     def leave(self, entry: Entry) -> None:
         """The object's slot is free again; readers of it miss from here on."""

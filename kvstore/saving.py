@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from headrace.kvstore.layout import ObjectFacts
 from headrace.kvstore.objects import Entry, Saving
 from headrace.kvstore.policy import window_pays
 from headrace.kvstore.settings import Kind
 
+if TYPE_CHECKING:
+    from headrace.kvstore.state import StoreState
 
-def first_saving(
-    facts: ObjectFacts, head: Entry | None, block_bytes: int, cost_share: float
-) -> Saving:
-    """How the saving of a new object begins. `head` is the block that a window record hangs on, if
-    it is known; `block_bytes` the largest payload of a block."""
+
+def first_saving(facts: ObjectFacts, state: StoreState, cost_share: float) -> Saving:
+    """How the saving of a new object begins. The block that a window record hangs on says how large
+    blocks are, if it is known; else the largest is taken."""
     if facts.kind is Kind.STATE:
         return Saving.GIVEN_UP
     if facts.kind is Kind.SWA:
-        size = head.facts.payload_bytes if head else block_bytes
+        head = state.find(Kind.KV, facts.namespace, facts.parent)
+        block = state.residents.regions.get(Kind.KV)
+        size = head.facts.payload_bytes if head else block.payload_bytes if block else 0
         if not window_pays(facts.payload_bytes, facts.block, size, cost_share):
             return Saving.HELD_BACK
     return Saving.WAITING

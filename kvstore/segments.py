@@ -26,6 +26,7 @@ from headrace.kvstore.layout import (
     Buffer,
     SegmentHeader,
     SlotHeader,
+    pack_slot_header,
     slot_bytes,
 )
 from headrace.kvstore.objects import DiskPlace
@@ -227,14 +228,18 @@ class SegmentFiles:
     # writing ---------------------------------------------------------------------------------
 
     def next_place(self, kind: Kind) -> DiskPlace | None:
-        """The next slot to write; None when the open segment of this kind is full or there is
-        none. Touches no disk."""
+        """As `next_places`, one; None when there is none."""
+        return next(iter(self.next_places(kind, 1)), None)
+
+    def next_places(self, kind: Kind, count: int) -> list[DiskPlace]:
+        """The next slots to write, up to so many: those that are left in the open segment of this
+        kind. Touches no disk."""
         segment = self._open.get(kind)
-        if segment is None or segment.full:
-            return None
-        place = DiskPlace(segment.number, segment.used, segment.header.generation)
-        segment.used += 1
-        return place
+        if segment is None:
+            return []
+        number, generation, first = segment.number, segment.header.generation, segment.used
+        segment.used = max(first, min(first + count, segment.header.slots))
+        return [DiskPlace(number, slot, generation) for slot in range(first, segment.used)]
 
     def left(self, kind: Kind) -> int:
         """Slots that are still to be written in the open segment of this kind."""
@@ -272,28 +277,29 @@ class SegmentFiles:
             segment.size_bytes = self._settings.segment_bytes
 
     def write_moves(
-        self, moves: Sequence[SlotMove], headers: Sequence[SlotHeader]
+        self, moves: Sequence[SlotMove], headers: Sequence[bytes]
     ) -> list[OSError | HeadraceError | None]:
-        """Write slots; what went wrong with each. Their headers get the places' numbers. Not
+        """Write slots with these headers, which name the places; what went wrong with each. Not
         synced."""
         out: list[OSError | HeadraceError | None] = [None] * len(moves)
         for span in spans([move.place for move in moves], len(moves)):
             first = moves[span[0]].place
             segment = self.segments[first.segment]
             begin = segment.slot_begin(first.slot)
-            told = [_placed(headers[n], moves[n].place) for n in span]
+            at = slice(span.start, span.stop)
             try:
-                part = moves[span.start : span.stop]
-                write_slots(self._calls, segment.descriptor, begin, part, told)
+                write_slots(self._calls, segment.descriptor, begin, moves[at], headers[at])
             except (OSError, HeadraceError) as error:
-                out[span.start : span.stop] = [error] * len(span)
+                out[at] = [error] * len(span)
         return out
 
     def write(self, place: DiskPlace, payload: Buffer, header: SlotHeader) -> None:
-        """Write one slot from any memory. Not synced. Raises `OSError`, `HeadraceError`."""
+        """Write one slot from any memory; the header gets the place's numbers. Not synced. Raises
+        `OSError`, `HeadraceError`."""
         memory = aligned_buffer(self.segments[place.segment].header.slot_bytes)
         memory[: len(payload)] = payload
-        (error,) = self.write_moves([SlotMove(place, memory)], [header])
+        packed = pack_slot_header(header.facts, header.checksum, *place, header.written_at_s)
+        (error,) = self.write_moves([SlotMove(place, memory)], [packed])
         if error is not None:
             raise error
 
@@ -374,8 +380,3 @@ def _give_back(before: dict[Path, int | None]) -> None:
             path.unlink(missing_ok=True)
         elif now is not None and now > length:
             os.truncate(path, length)
-
-
-def _placed(header: SlotHeader, place: DiskPlace) -> SlotHeader:
-    at = (place.segment, place.slot, place.generation)
-    return SlotHeader(header.facts, header.checksum, *at, header.written_at_s)

@@ -220,8 +220,8 @@ class Session:
     def _ahead(self, message: Ahead) -> None:
         if len(message.domain) != 16:
             raise WireError(f"a domain tag has 16 bytes, got {len(message.domain)}")
-        slots = self._store.grant(self._number, message.domain, message.count, message.least)
-        self._link.post(Granted(message.call, pack_slots(slots)))
+        first, slots = self._store.grant(self._number, message.domain, message.count, message.least)
+        self._link.post(Granted(message.call, first, pack_slots(slots)))
 
     def _commit(self, message: Commit) -> None:
         facts = facts_of(self._namespace, message)

@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from headrace.core import faults
 from headrace.kvstore.files import FileCalls, aligned_buffer
@@ -52,7 +51,7 @@ def write_slots(
     descriptor: int,
     begin: int,
     moves: Sequence[SlotMove],
-    headers: Sequence[SlotHeader],
+    headers: Sequence[bytes],
 ) -> None:
     """Write slots that follow each other, at most `_SPAN_SLOTS`, the first at byte `begin`; a
     header is the last thing of its slot. Not synced. Raises `OSError`."""
@@ -60,7 +59,7 @@ def write_slots(
     for number, (move, header) in enumerate(zip(moves, headers, strict=True)):
         tail = tails[number * ALIGN_BYTES : (number + 1) * ALIGN_BYTES]
         tail[:] = move.memory[-ALIGN_BYTES:]
-        tail[-HEADER_BYTES:] = header.pack()
+        tail[-HEADER_BYTES:] = header
         body = move.body
         if faults.hit("store.segment_write") == "flip":  # a torn slot under a sound header
             flipped = aligned_buffer(len(move.memory))
@@ -163,14 +162,14 @@ def spans(places: Sequence[DiskPlace], slots: int) -> Iterator[range]:
     """Which of `places` follow each other in one use of one segment: ranges of their numbers, each
     of at most `slots`."""
     most = min(slots, _SPAN_SLOTS)
-    keyed = enumerate(places)
-    for _, run in groupby(
-        keyed, key=lambda item: (item[1].segment, item[1].generation, item[1].slot - item[0])
-    ):
-        numbers = [number for number, _ in run]
-        for begin in range(0, len(numbers), most):
-            part = numbers[begin : begin + most]
-            yield range(part[0], part[-1] + 1)
+    begin, follows = 0, None
+    for number, (segment, slot, generation) in enumerate(places):
+        if (segment, slot, generation) != follows and number or number - begin == most:
+            yield range(begin, number)
+            begin = number
+        follows = (segment, slot + 1, generation)
+    if begin < len(places):
+        yield range(begin, len(places))
 
 
 def stands_at(header: SlotHeader, place: DiskPlace) -> bool:

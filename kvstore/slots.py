@@ -25,23 +25,15 @@ class SlotPool:
     def generation(self, slot: int) -> int:
         return self._generations[slot]
 
-    def take(self) -> int | None:
-        """Reserve the slot that was freed longest ago (so a stale reader has the best chance to
-        be done with it); None when there is none."""
-        if not self._free:
-            return None
-        slot = self._free.popleft()
-        self._generations[slot] = (self._generations[slot] + 1) & 0xFFFF_FFFF
-        self.reserved += 1
-        return slot
-
-    def take_all(self, count: int) -> list[int]:
-        """As `take`, so many of the free ones."""
-        slots = [self._free.popleft() for _ in range(count)]
-        for slot in slots:
-            self._generations[slot] = (self._generations[slot] + 1) & 0xFFFF_FFFF
-        self.reserved += count
-        return slots
+    def take(self, count: int) -> list[int]:
+        """Reserve up to so many slots, those that were freed longest ago (so a stale reader has the
+        best chance to be done with them)."""
+        free, generations = self._free, self._generations
+        taken = [free.popleft() for _ in range(min(count, len(free)))]
+        for slot in taken:
+            generations[slot] = (generations[slot] + 1) & 0xFFFF_FFFF
+        self.reserved += len(taken)
+        return taken
 
     def fill(self, count: int) -> None:
         """So many reserved slots hold their objects now."""

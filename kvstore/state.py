@@ -7,7 +7,7 @@ and tells the outcome afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from headrace.core.clock import Clock
 from headrace.core.ids import BootId, Digest, JobKey
@@ -54,7 +54,7 @@ class StoreState:
         self.residents = Residents(arena, self._policy, clock)
         self.residents.on_evict = self._evicted
         self.objects: dict[bytes, Entry] = {}
-        self.disks = DiskBook(self._policy, ssd_bytes, self.group)
+        self.disks = DiskBook(self._policy, ssd_bytes, self.residents.group)
         self.kin = Kin()
         self.dirty: dict[bytes, None] = {}  # keys whose index record may have to change
         self.on_unsaved: Callable[[], None] = lambda: None
@@ -130,7 +130,7 @@ class StoreState:
                 checksum,
                 int(self.clock.wall_s()),
                 VISIBILITY_TABLE.step(made.visibility, VisibilityEvent.SEAL, made.number).state,
-                self._first_saving(made.facts),
+                first_saving(made.facts, self, self._policy.window_cost_share),
             )
             self.enter_new(entry, made.slot)
             if entry.saving is Saving.WAITING:
@@ -145,7 +145,7 @@ class StoreState:
 
     def enter_new(self, entry: Entry, slot: int) -> None:
         """An object that was not known lies in this reserved slot."""
-        self.know(entry)
+        self.know({entry.key: entry})
         self.residents.enter(entry, slot)
         if entry.kind is not Kind.STATE:
             self._mark(entry)
@@ -225,7 +225,7 @@ class StoreState:
         until `saved` or `not_saved`."""
         taken = self.unsaved.take(limit_bytes)
         for entry in taken:
-            self.pin(entry)
+            entry.pins += 1  # what waits to be saved may not leave, so nothing is to be settled
         return taken
 
     def _to_save(self, entry: Entry, *, first: bool = False) -> None:
@@ -234,26 +234,22 @@ class StoreState:
         self.pending.add(entry)
         self.on_unsaved()
 
-    def _first_saving(self, facts: ObjectFacts) -> Saving:
-        if facts.kind is Kind.KV:
-            return Saving.WAITING
-        head = self.objects.get(object_key(Kind.KV, facts.namespace, facts.parent))
-        block = self.residents.regions.get(Kind.KV)
-        size = block.payload_bytes if block is not None else 0
-        return first_saving(facts, head, size, self._policy.window_cost_share)
-
-    def saved(self, entry: Entry, disk: DiskPlace) -> None:
-        """The object's slot is written and synced."""
-        self.pending.discard(entry)
-        if entry.dropped:
-            self.disks.to_erase.append(disk)  # nobody may find it again after a restart
-        else:
+    def saved(self, writes: Sequence[tuple[Entry, DiskPlace]]) -> None:
+        """The slots of these objects are written and synced."""
+        kept = [write for write in writes if not write[0].dropped]
+        for entry, _ in kept:
             entry.step(VisibilityEvent.SYNC)
             entry.saving = Saving.SAVED
-            self.disks.put(entry, disk)
-            self.count.writes += 1
-            self._mark(entry)
-        self.unpin(entry)
+            self._changed(entry)
+        self.disks.put(kept)
+        self.count.writes += len(kept)
+        self.on_dirty()
+        for entry, disk in writes:
+            self.pending.discard(entry)
+            entry.pins -= 1
+            if entry.dropped:
+                self.disks.to_erase.append(disk)  # nobody may find it again after a restart
+        self.residents.settle_all([entry for entry, _ in writes if not entry.pins])
 
     def not_saved(self, entry: Entry, disk: DiskPlace | None = None) -> None:
         """The object stays in the arena only. `disk`: a slot that may hold part of it."""
@@ -276,13 +272,13 @@ class StoreState:
             self.kin.discard(known)
             known.checksum, known.facts = header.checksum, facts
             self.kin.add(known)
-            self.disks.put(known, disk)
+            self.disks.put(((known, disk),))
             return
         entry = Entry(
             key, facts, header.checksum, header.written_at_s, Visibility.DURABLE, Saving.SAVED
         )
-        self.know(entry)
-        self.disks.put(entry, disk)
+        self.know({key: entry})
+        self.disks.put(((entry, disk),))
         self._mark(entry)
 
     def plan_recycle(self, segment: int, slots: int, room: int) -> RecyclePlan | None:
@@ -380,19 +376,23 @@ class StoreState:
         else:
             self._mark(entry, soon=False)
 
-    def know(self, entry: Entry) -> None:
-        """An object of a new key; the caller says where it lies."""
-        self.objects[entry.key] = entry
-        self.by_kind[entry.kind] += 1
-        self.kin.add(entry)
+    def know(self, fresh: Mapping[bytes, Entry]) -> None:
+        """Objects of one kind, of new keys; the caller says where they lie."""
+        self.objects.update(fresh)
+        entries = list(fresh.values())
+        self.by_kind[entries[0].kind] += len(entries)
+        self.kin.add_all(entries)
 
     def _mark(self, entry: Entry, *, soon: bool = True) -> None:
+        self._changed(entry)
+        (self.on_dirty if soon else self.on_dirty_tier)()
+
+    def _changed(self, entry: Entry) -> None:
         if entry.copy:
             return
         self.dirty[entry.key] = None
         if entry.kind is Kind.SWA:  # the record of its block, its parent, tells of it
             self.dirty[object_key(Kind.KV, entry.facts.namespace, entry.facts.parent)] = None
-        (self.on_dirty if soon else self.on_dirty_tier)()
 
 
 def _tail_first(entries: Iterable[Entry]) -> list[Entry]:

@@ -316,14 +316,15 @@ class Store:
 
     def grant(
         self, connection: int, domain: bytes, count: int, least: int
-    ) -> list[tuple[int, int, int]]:
-        """Slots for blocks of a domain in advance: number, offset and generation of each."""
-        if self._queues[Kind.KV].locked():  # somebody waits for room
-            return []
-        residents = self.state.residents
-        region, pool = residents.regions[Kind.KV], residents.pools[Kind.KV]
-        made = self.state.granted.make(connection, domain, count, least)
-        return [(g.number, region.offset(g.slot), pool.generation(g.slot)) for g in made]
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """Slots for blocks of a domain in advance: number of the first grant, slot and generation
+        of each."""
+        waits = self._queues[Kind.KV].locked()  # somebody waits for room
+        made = None if waits else self.state.granted.make(connection, domain, count, least)
+        if made is None:
+            return 0, []
+        generation = self.state.residents.pools[Kind.KV].generation
+        return made.first, [(slot, generation(slot)) for slot in made.slots]
 
     def seal_all(
         self, connection: int, written: Sequence[tuple[int, int]]

@@ -33,9 +33,9 @@ from headrace.kvstore.layout import (
     NO_DIGEST,
     SEGMENT_HEADER_BYTES,
     ObjectFacts,
-    SlotHeader,
     checksum,
     domain_tag,
+    pack_slot_header,
     slot_bytes,
 )
 from headrace.kvstore.segments import SegmentFiles
@@ -85,7 +85,7 @@ def fill(store: StoreSettings, blocks: int) -> None:
         at = len(moves)
         facts = ObjectFacts(Kind.KV, NAMESPACE, key, before, number % CHAIN, tag, BLOCK_BYTES)
         moves.append(SlotMove(place, slots[at]))
-        headers.append(SlotHeader(facts, sums[at % 8], 0, 0, 0, 1))
+        headers.append(pack_slot_header(facts, sums[at % 8], *place, 1))
         before = key
         if len(moves) == 64 or number == blocks - 1:
             assert files.write_moves(moves, headers) == [None] * len(moves)

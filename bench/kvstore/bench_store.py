@@ -4,7 +4,8 @@
 
 A store and its clients as processes of their own; batches of 16 blocks; best of `--rounds`, except
 the CPU a block, which is of the same round; the store's is of all phases of puts until they are
-listed, and of all cold gets. A get is verified (header before and after, length,
+listed, and of all cold gets. The arena has 3 GiB: a burst of a thousand blocks may run ahead of the
+store there. A get is verified (header before and after, length,
 digest, generation, checksum) and copied out unless it says `in place`. `one chain`: all blocks in
 one question, as a role asks for a prompt's. A host put
 ends when its caller has the places, `known` when the store has read all of it. Baselines:
@@ -53,6 +54,7 @@ CHAIN = 1000
 WINDOW_BYTES = 4096
 # Block bytes, and blocks a phase and round over all clients; as `headrace layout` prints them.
 SIZES = {"demo": (13_440, 4096), "flash": (113_920, 1024), "large": (1 << 20, 128)}
+ARENA_BYTES = 3 << 30  # at least
 DISK_PHASE = 4  # times as many blocks: a group is synced after 64 MiB or 200 ms
 BARS = {
     "host put : memcpy": 0.8,
@@ -77,13 +79,14 @@ class Case:
 
 
 def settings(home: str, case: Case) -> StoreSettings:
-    """Room for the two phases of one round in the arena and on disk."""
+    """Room for the two phases of one round on disk, and an arena as hosts have it: what a client
+    may hold in advance is a share of it."""
     slots = case.count + case.disk_count + 256
     whole = slot_bytes(case.block_bytes) * slots
     segment = SEGMENT_HEADER_BYTES + slot_bytes(case.block_bytes) * max(8, slots // 12)
     return StoreSettings(
         directory=f"{home}/store",
-        arena_bytes=int(whole / 0.95) + (1 << 20),
+        arena_bytes=max(int(whole / 0.95) + (1 << 20), ARENA_BYTES),
         ssd_bytes=segment * 16,
         segment_bytes=segment,
         block_bytes=case.block_bytes,

@@ -145,7 +145,7 @@ class SegmentCache:
 
     def __init__(self, blocks: int, policy: StorePolicy, segments: int) -> None:
         self._slots = max(1, blocks // segments)
-        self._disks = DiskBook(policy, 0, lambda entry: 0)
+        self._disks = DiskBook(policy, 0, lambda domain: 0)
         self._kin = Kin()
         self._entries: dict[Block, Entry] = {}
         self._age: deque[int] = deque()
@@ -183,7 +183,7 @@ class SegmentCache:
 
     def _write(self, entry: Entry) -> None:
         self._left -= 1
-        self._disks.put(entry, DiskPlace(self._age[-1], 0, 1))
+        self._disks.put([(entry, DiskPlace(self._age[-1], 0, 1))])
 
     def _reuse(self) -> None:
         if self._free:

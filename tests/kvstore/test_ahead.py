@@ -54,8 +54,13 @@ async def attached(rig, things, name="plain"):
 
 
 async def granted(connection, count, domain=DOMAIN):
+    """Number, offset and generation of each."""
     answer = await connection.ask(lambda call: Ahead(call, domain, count, 0), Granted, 5.0)
-    return unpack_slots(answer.slots)
+    offset = connection.arena.region(Kind.KV).offset
+    return tuple(
+        (number, offset(slot), generation)
+        for number, (slot, generation) in enumerate(unpack_slots(answer.slots), answer.first)
+    )
 
 
 def fill(connection, things, slot, number, payload=None, *, header=True):

@@ -162,6 +162,32 @@ async def test_a_domain_grants_a_sixteenth_of_its_most(rig, things):
     assert 2 <= most <= int(slots * share.most) // 16
 
 
+async def test_a_long_row_holds_many_and_never_more_than_it_put(rig, things, when_idle):
+    await rig.start(arena_bytes=64 << 20, ssd_bytes=32 << 20, segment_bytes=4 << 20)
+    client = await rig.client()
+    bound = min(1024, client._connection.arena.region(Kind.KV).slots // 16)
+    most = 0
+    for begin in range(0, 800, 8):
+        assert None not in await put_row(client, things, begin, begin + 8)
+        held = (await client.stat()).granted
+        assert held <= min(bound, max(16, begin + 8 - ahead.IN_A_ROW))
+        most = max(most, held)
+    assert 256 < most <= bound
+    stat = await when_idle(client)
+    assert (stat.blocks, stat.granted, stat.refused, stat.dropped) == (800, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "took_s", "goal"),
+    [(40, 0.01, 16), (100, 0.01, 68), (1000, 0.2, 968), (1000, 1.0, 250), (1000, 100.0, 16)],
+)
+async def test_a_client_wants_no_more_than_it_uses_soon(rig, row, took_s, goal):
+    await rig.start()
+    stock = (await rig.client())._connection.ahead
+    stock._row, stock._last_s = row, stock._began_s + took_s
+    assert stock._goal(8) == goal
+
+
 @pytest.mark.parametrize("reserve_s", [0.0, 0.99, 3600.5])
 def test_the_time_for_which_slots_wait_has_bounds(reserve_s):
     with pytest.raises(ConfigError, match="connection_reserve_s.*1.0.*3600.0.*got"):

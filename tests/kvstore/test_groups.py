@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import threading
 
 import pytest
 
-from headrace.kvstore import Kind
+from headrace.kvstore import Kind, writer
 from headrace.kvstore.files import FileCalls
 
 
@@ -98,3 +99,16 @@ async def test_a_large_group_is_synced_when_nothing_follows_and_a_small_one_wait
     await client.put(Kind.KV, [(things.digest(20), things.payload(20, size))])
     await asyncio.sleep(0.2)
     assert (await client.stat()).pending == 1
+
+
+async def test_what_is_durable_is_passed_over_by_the_collector(rig, things, when_idle, monkeypatch):
+    monkeypatch.setattr(writer, "_SPARED", 64)
+    await rig.start()
+    client = await rig.client()
+    before = gc.get_freeze_count()
+    try:
+        await client.put(Kind.KV, things.blocks(*range(100)), wait_s=5.0)
+        assert (await when_idle(client)).ssd_objects == 100
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()

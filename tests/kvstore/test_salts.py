@@ -13,7 +13,7 @@ from headrace.core.chain import as_token_ids, block_digests, root_digest
 from headrace.core.errors import ConfigError
 from headrace.kvstore import Kind, SaltBook
 from headrace.kvstore.objects import object_key, split_key
-from headrace.kvstore.records import claim_key, record_key
+from headrace.kvstore.records import claim_name, record_key
 
 
 def test_the_salt_is_made_once_and_is_the_owners_only(tmp_path):
@@ -92,5 +92,5 @@ def test_keys_keep_kind_namespace_and_digest_apart():
     assert len(keys) == 4 * len(Kind)
     assert split_key(object_key(Kind.SWA, one, two)) == (Kind.SWA, one, two)
     assert record_key(Kind.KV, one, two) == b"kv:" + bytes(8) + b":" + bytes([1]) * 16
-    names = {record_key(k, one, two) for k in Kind} | {claim_key(Kind.KV, one, two)}
+    names = {record_key(k, one, two) for k in Kind} | {claim_name(object_key(Kind.KV, one, two))}
     assert len(names) == len(Kind) + 1

@@ -370,7 +370,7 @@ def test_slots_that_follow_each_other_go_in_one_call_and_hold_what_single_ones_d
         if number == 3:
             place = files.next_place(Kind.KV)  # a hole: two runs of neighbours
         moves.append(SlotMove(place, slot))
-        headers.append(header(number, size=7000))
+        headers.append(header(number, size=7000)._replace(**place._asdict()).pack())
     calls.writes_left = 2
     assert files.write_moves(moves, headers) == [None] * 7
     assert calls.writes_left == 0 and calls.most == 4 * 8192

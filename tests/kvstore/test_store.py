@@ -216,8 +216,10 @@ async def test_a_closed_connection_frees_its_reservations_and_keeps_its_leases(
     grants = leaving.pairs(asked.grants)
     assert len(grants) == 7 and all(number for number, _ in grants) and not asked.places
     written = pack_pairs(
-        (number, leaving.fill(offset, memoryview(things.payload(n))))
-        for n, (number, offset) in enumerate(grants[:3])
+        [
+            (number, leaving.fill(offset, things.payload(n)))
+            for n, (number, offset) in enumerate(grants[:3])
+        ]
     )
     sealed = await leaving.ask(lambda call: Seal(call, written), Sealed, 5.0)
     stat = await other.stat()

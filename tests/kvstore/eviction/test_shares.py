@@ -84,7 +84,7 @@ def test_on_disk_a_group_within_its_guarantee_never_loses_anything(writes):
     """Segments reused oldest first, as a writer does; what is kept moves into the next life."""
     ssd_bytes = SEGMENTS * SLOTS * 4096
     policy = StorePolicy(pin_share=0.0, domain_shares=SHARES)
-    disks = DiskBook(policy, ssd_bytes, lambda e: e.facts.domain[0])
+    disks = DiskBook(policy, ssd_bytes, lambda domain: domain[0])
     kin = Kin()
     age: list[int] = []
     free = list(range(SEGMENTS))
@@ -116,11 +116,11 @@ def test_on_disk_a_group_within_its_guarantee_never_loses_anything(writes):
                 assert now >= min(used[g], least), (g, used[g], now)
             left = SLOTS
             for kept in made.keep:
-                disks.put(kept, DiskPlace(segment, 0, 1))
+                disks.put([(kept, DiskPlace(segment, 0, 1))])
                 left -= 1
         one = entry(number, group)
         alive[number] = one
-        disks.put(one, DiskPlace(age[-1], 0, 1))
+        disks.put([(one, DiskPlace(age[-1], 0, 1))])
         left -= 1
         total = sum(disks.used_bytes.values())
         assert total == 4096 * len(alive) == 4096 * disks.objects <= ssd_bytes

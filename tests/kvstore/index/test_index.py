@@ -13,10 +13,11 @@ import redis
 
 from headrace.core.clock import FakeClock
 from headrace.kvstore import Hits, Kind, Tier, embedded_valkey
+from headrace.kvstore.objects import object_key
 from headrace.kvstore.records import (
     IndexRecord,
     LiveStore,
-    claim_key,
+    claim_name,
     digest_tail,
     record_key,
     unpack_records,
@@ -190,7 +191,7 @@ async def test_keys_of_another_type_are_replaced_and_read_as_nothing(
     reader = reader_for(valkey.url)
     for number in range(2):
         plain.rpush(record_key(Kind.KV, things.namespace, things.digest(number)), "x")
-        plain.rpush(claim_key(Kind.KV, things.namespace, things.digest(number)), "x")
+        plain.rpush(claim_name(object_key(Kind.KV, things.namespace, things.digest(number))), "x")
     assert await answer(reader, things.namespace, chain(things, 2)) == Hits()
     await listed_rig.start()
     client = await listed_rig.client()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -48,6 +49,21 @@ class Peer:
             pass
         finally:
             writer.close()
+
+
+@pytest.mark.fault
+async def test_a_loop_that_stood_still_does_not_take_redis_for_silent(shared_valkey):
+    link = RedisLink(shared_valkey.url, 0.5, SYSTEM_CLOCK)
+
+    async def stall(client) -> bytes | None:
+        began_s = time.monotonic()
+        time.sleep(1.0)
+        assert time.monotonic() - began_s > link.deadline_s
+        return await client.get(b"nothing")
+
+    assert await link.call(stall) is None
+    assert link.errors == 0
+    await link.close()
 
 
 @pytest.fixture

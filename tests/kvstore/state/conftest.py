@@ -66,16 +66,16 @@ class World:
         found = self.arena.locate(self.state.offset(reservation))
         self.arena.payload(*found, SIZE)[:] = content(reservation.facts.block)
 
-    def write_granted(self, granted, number: int) -> Place:
+    def write_granted(self, slot: int, number: int) -> Place:
         """Payload and header, as a client writes them; the place that it tells others."""
         region = self.state.residents.regions[Kind.KV]
-        generation = self.state.residents.pools[Kind.KV].generation(granted.slot)
+        generation = self.state.residents.pools[Kind.KV].generation(slot)
         total = checksum(content(number))
-        self.arena.payload(region, granted.slot, SIZE)[:] = content(number)
-        self.arena.header(region, granted.slot)[:] = pack_slot_header(
-            facts(number), total, ARENA_SEGMENT, granted.slot, generation, 1
+        self.arena.payload(region, slot, SIZE)[:] = content(number)
+        self.arena.header(region, slot)[:] = pack_slot_header(
+            facts(number), total, ARENA_SEGMENT, slot, generation, 1
         )
-        return Place(BootId("b"), region.offset(granted.slot), SIZE, generation, total)
+        return Place(BootId("b"), region.offset(slot), SIZE, generation, total)
 
     def reads_at(self, place: Place, number: int) -> bytes | None:
         dest = bytearray(SIZE)
@@ -98,7 +98,7 @@ class World:
     def save(self) -> None:
         for entry in self.state.take_unsaved(1 << 30):
             self.disk += 1
-            self.state.saved(entry, DiskPlace(0, self.disk, 1))
+            self.state.saved([(entry, DiskPlace(0, self.disk, 1))])
 
     def reads(self, number: int) -> bytes | None:
         entry = self.state.find(Kind.KV, NS, digest(number))

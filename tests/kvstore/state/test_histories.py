@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -25,6 +25,13 @@ from headrace.kvstore.settings import Kind
 NUMBERS = st.integers(0, 7)
 OWNERS = st.one_of(st.none(), st.integers(0, 3))
 CONNECTIONS = st.integers(1, 3)
+
+
+class Granted(NamedTuple):
+    number: int
+    slot: int
+    connection: int
+    expires_s: float
 
 
 class Machine(RuleBasedStateMachine):
@@ -86,7 +93,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(connection=CONNECTIONS, count=st.integers(1, 3))
     def grant(self, connection: int, count: int) -> None:
-        self.granted += self.world.state.granted.make(connection, bytes(16), count)
+        made = self.world.state.granted.make(connection, bytes(16), count)
+        for number, slot in enumerate(made.slots, made.first) if made is not None else ():
+            self.granted.append(Granted(number, slot, connection, made.expires_s))
 
     @rule(at=st.integers(0, 20))
     def give_back(self, at: int) -> None:
@@ -99,7 +108,7 @@ class Machine(RuleBasedStateMachine):
         if not self.granted:
             return
         slot = self.granted.pop(at % len(self.granted))
-        place = self.world.write_granted(slot, number)
+        place = self.world.write_granted(slot.slot, number)
         known = self.world.state.find(Kind.KV, self.world.namespace, self.world.digest(number))
         key = None if owner is None else self.world.lease(owner)
         alive = slot.expires_s > self.world.clock.now_s()
@@ -162,7 +171,7 @@ class Machine(RuleBasedStateMachine):
             self.world.disk += 1
             place = DiskPlace(self.world.disk % 3, self.world.disk, 1)
             if good:
-                self.world.state.saved(entry, place)
+                self.world.state.saved([(entry, place)])
             else:
                 self.world.state.not_saved(entry, place)
 

@@ -162,7 +162,7 @@ def test_a_pinned_slot_is_not_given_away_even_if_its_object_is_dropped(world):
     world.state.drop(entry, erase=True)
     assert world.reads(1) is None and world.free == 3
     world.state.check()
-    world.state.saved(entry, DiskPlace(0, 7, 1))
+    world.state.saved([(entry, DiskPlace(0, 7, 1))])
     assert world.free == 4 and world.state.disks.to_erase == [DiskPlace(0, 7, 1)]
     assert not world.state.disks.by_segment.get(0)
     world.state.check()
@@ -219,7 +219,7 @@ def test_what_was_used_by_a_second_request_outlives_its_segment(world):
     world.state.moved(header, DiskPlace(5, 0, 2))
     again = world.state.find(Kind.KV, world.namespace, world.digest(3))
     assert again.disk == DiskPlace(5, 0, 2) and not again.touched
-    world.state.saved(entries[1], DiskPlace(5, 1, 2))
+    world.state.saved([(entries[1], DiskPlace(5, 1, 2))])
     assert not entries[1].touched and world.state.plan_recycle(5, 4, 4).keep == ()
     assert world.state.count.evictions[Eviction.MOVED] == 2
     assert world.state.count.evictions[Eviction.RECYCLED] == 1
@@ -257,7 +257,7 @@ def test_a_header_written_over_before_its_block_is_on_disk_is_made_anew(world, w
     assert world.state.count.damaged == 1
     assert not world.state.doom(place, world.namespace, world.digest(1))
     if saving is Saving.WRITING:
-        world.state.saved(entry, DiskPlace(0, 1, 1))
+        world.state.saved([(entry, DiskPlace(0, 1, 1))])
     world.state.check()
 
 
@@ -281,13 +281,13 @@ def test_a_second_copy_of_another_domain_does_not_become_the_first_ones(make_wor
     entry = world.put(1)
     world.save()
     state.residents.leave(entry)
-    (granted,) = state.granted.make(1, tag, 1)
+    granted = state.granted.make(1, tag, 1)
     taken = state.residents.orders[Kind.KV].taken
     assert taken == [0, 1]
-    place = world.write_granted(granted, 1)
+    place = world.write_granted(granted.slots[0], 1)
     facts = world.facts(1)._replace(domain=tag)
     lease = world.lease(1) if leased else None
-    assert not commit_blocks(state, 1, [facts], [(granted.number, entry.checksum)], lease)
+    assert not commit_blocks(state, 1, [facts], [(granted.first, entry.checksum)], lease)
     assert entry.slot is None
     assert world.reads_at(place, 1) == (world.content(1) if leased else None)
     assert taken == [0, int(leased)]
