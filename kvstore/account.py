@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from headrace.kvstore.locking import Locked
-from headrace.kvstore.peers import Peers
+from headrace.kvstore.opening import Opening
 from headrace.kvstore.peers_serve import PeerServer
 from headrace.kvstore.publisher import Publisher
 from headrace.kvstore.segments import SegmentFiles
@@ -18,7 +18,7 @@ class Accounted(Protocol):
     """The parts of a `Store` that are counted."""
 
     state: StoreState
-    peers: Peers | None
+    opening: Opening
     door: PeerServer | None
     connections: int
     arena_lock: Locked
@@ -28,7 +28,7 @@ def take_stat(
     store: Accounted, files: SegmentFiles, publisher: Publisher, writer: Writer
 ) -> StoreStat:
     """As of now; nothing is changed."""
-    state, count = store.state, store.state.count
+    state, count, peers = store.state, store.state.count, store.opening.peers
     pools = state.residents.pools.values()
     return StoreStat(
         boot=state.boot,
@@ -68,7 +68,7 @@ def take_stat(
         index=publisher.condition,
         index_unlisted=publisher.unlisted,
         index_errors=publisher.errors,
-        peer_fetched=store.peers.count.fetched if store.peers else 0,
-        peer_failed=store.peers.count.failed if store.peers else 0,
+        peer_fetched=peers.count.fetched if peers else 0,
+        peer_failed=peers.count.failed if peers else 0,
         peer_sent=store.door.sent if store.door else 0,
     )

@@ -221,8 +221,12 @@ def _other(header: bytes, told: tuple[Any, ...], wanted: tuple[Any, ...], place:
 
 def _is_older(header: SlotHeader, place: Place) -> bool:
     """Whether a header is of an earlier use of the slot than a place: its writer came too late and
-    wrote over what the store has given to another."""
-    return 0 < (place.generation - header.generation) & 0xFFFF_FFFF < 1 << 31
+    wrote over what the store has given to another. One of the disk's belongs to a load that is
+    being verified."""
+    return (
+        header.segment == ARENA_SEGMENT
+        and 0 < (place.generation - header.generation) & 0xFFFF_FFFF < 1 << 31
+    )
 
 
 def create_arena(regions: tuple[Region, ...]) -> tuple[int, Arena]:

@@ -56,6 +56,7 @@ class Connection:
         self.ahead = Stock(self)  # slots that this client holds in advance
         self._link = link
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._until_s: dict[int, float] = {}  # of questions that somebody awaits
         self._numbers = itertools.count(1)
         self._heard = False
 
@@ -91,17 +92,16 @@ class Connection:
 
     async def ask(self, make: Callable[[int], Any], expect: type[T], limit_s: float) -> T:
         """Send `make(call)` and return the answer, an `expect`. Raises `StoreGone` when the store
-        goes away or is silent, or does not answer so within `limit_s`. A cancelled question is
-        withdrawn."""
+        goes away or is silent, or does not answer so within `limit_s` and a tick. A cancelled
+        question is withdrawn."""
         if not self.open:
             raise StoreGone
         call, future = self._pose(make)
+        self._until_s[call] = asyncio.get_running_loop().time() + limit_s
         try:
-            async with asyncio.timeout(limit_s):
-                answer = await future
-        except TimeoutError:
-            raise StoreGone from None
+            answer = await future
         finally:
+            del self._until_s[call]
             if self._calls.pop(call, None) is not None and self.open:
                 self._link.post(Cancel(call))  # the answer never came
         if not isinstance(answer, expect):
@@ -165,11 +165,17 @@ class Connection:
     async def _watch(self) -> None:
         """A store that is stopped (SIGSTOP, a swapping host) keeps its socket open and answers
         nothing: while questions are open, silence ends the connection. Counted in ticks of this
-        loop, so that a loop which itself stood still does not take the store for dead."""
+        loop, so that a loop which itself stood still does not take the store for dead. Looks after
+        the limits of questions too: a timer for each costs as much as the rest of asking."""
         silent_ticks = 0
         while True:
             self._heard = False
             await asyncio.sleep(_TICK_S)
+            now_s = asyncio.get_running_loop().time()
+            for call in [call for call, until_s in self._until_s.items() if until_s <= now_s]:
+                future = self._calls.get(call)
+                if future is not None and not future.done():
+                    future.set_exception(StoreGone())
             silent_ticks = 0 if self._heard or not self._calls else silent_ticks + 1
             if silent_ticks >= _SILENT_TICKS:
                 self.abort()

@@ -44,6 +44,10 @@ _SUM = struct.Struct("<Q")
 # What a reader compares of a header: all before the block | segment | slot | generation |
 # payload bytes | checksum of the payload | namespace | digest | checksum of the header.
 SLOT_PROOF = struct.Struct("<12s4xIIIIQ8x32s32s392xQ")
+# As it is compared with what the store knows: its block, parent and domain too.
+_TOLD = struct.Struct("<12sIIIIIQ8x32s32s32s16s344xQ")
+_AT = struct.Struct("<III")  # bytes 16 to 27: where the slot lies
+_AT_BYTE = 16
 SLOT_STARTS: dict[Kind, bytes] = {
     kind: struct.pack("<4sHBBI", _SLOT_MAGIC, VERSION, code, 0, HEADER_BYTES)
     for kind, code in KIND_CODES.items()
@@ -145,6 +149,23 @@ def header_packer(kind: Kind, namespace: bytes, domain: bytes, written_at_s: int
         return body + pack_sum(checksum(body))
 
     return pack_header
+
+
+def header_tells(
+    header: bytes, facts: ObjectFacts, payload_sum: int, at: tuple[int, int, int]
+) -> bool:
+    """Whether 512 bytes are the whole header of that object in slot `at` (segment, slot,
+    generation), whenever it was written there."""
+    kind, namespace, digest, parent, block, domain, size = facts
+    known = (namespace, digest, parent, domain, header_checksum(header))
+    return _TOLD.unpack(header) == (SLOT_STARTS[kind], block, *at, size, payload_sum, *known)
+
+
+def header_elsewhere(header: bytes, segment: int, slot: int, generation: int) -> bytes:
+    """The header of the same object in another slot."""
+    body = bytearray(header[: -_SUM.size])
+    _AT.pack_into(body, _AT_BYTE, segment, slot, generation)
+    return bytes(body) + _SUM.pack(checksum(body))
 
 
 def pack_slot_header(

@@ -50,28 +50,22 @@ class LeaseBook:
         return frozenset(lease.entries) if lease else frozenset()
 
     def hold(self, owner: JobKey, entry: Entry) -> bool:
-        """Add an object to a lease, made if need be and renewed. False for an owner that is over.
+        """As `hold_all` for one object."""
+        return self.hold_all(owner, (entry,))
 
-        Mutates `entry.leases`; the caller settles the entry."""
-        if owner in self._over:
-            self.late += 1
-            return False
-        lease = self._renewed(owner)
-        lease.entries.add(entry)
-        self.held += not entry.leases
-        entry.leases = entry.leases | lease.alone if entry.leases else lease.alone
-        return True
+    def hold_all(self, owner: JobKey, entries: Sequence[Entry]) -> bool:
+        """Add objects to a lease, made if need be and renewed. False for an owner that is over.
 
-    def hold_all(self, owner: JobKey, entries: Sequence[Entry]) -> None:
-        """As `hold`, for new objects that nobody holds yet; no one of them needs settling."""
+        Mutates `leases` of the entries; the caller settles those that nobody held before."""
         if owner in self._over:
             self.late += len(entries)
-            return
+            return False
         lease = self._renewed(owner)
         lease.entries.update(entries)
-        self.held += len(entries)
         for entry in entries:
-            entry.leases = lease.alone
+            self.held += not entry.leases
+            entry.leases = entry.leases | lease.alone if entry.leases else lease.alone
+        return True
 
     def _renewed(self, owner: JobKey) -> _Lease:
         """The owner's lease, made if need be, good for its time from now on."""

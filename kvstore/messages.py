@@ -57,6 +57,11 @@ def pack_places(places: Iterable[Place | None]) -> bytes:
     )
 
 
+def pack_place_rows(rows: Iterable[tuple[int, int, int, int]]) -> bytes:
+    """Places as their fields: offset, payload bytes, generation, checksum. 0 bytes: no place."""
+    return b"".join([_PLACE.pack(*row) for row in rows])
+
+
 def unpack_places(data: bytes, store: BootId) -> tuple[Place | None, ...]:
     """Places of that store's life. Raises `WireError` for what is no whole number of them."""
     _refuse_part(data, _PLACE.size, "places")

@@ -113,7 +113,7 @@ class LeaveOrder(Generic[T]):
         standing = self._standing.get(item)
         if standing is None:
             return
-        waits = self._take_out(item, standing)
+        waits = standing.waits and self._take_out(item, standing)
         if again and not standing.proven:
             standing.proven = True
             self.in_probation -= 1

@@ -34,8 +34,8 @@ async def start_peers(
         stack.push_async_callback(mounts.close)
         await mounts.start()
         elsewhere.folders = mounts.by_epoch
-    store.peers = Peers(store.state, settings, elsewhere, role.token, wire)
-    stack.push_async_callback(store.peers.close)
+    peers = store.opening.peers = Peers(store.state, settings, elsewhere, role.token, wire)
+    stack.push_async_callback(peers.close)
     if not settings.peer_listen:
         return
     store.door = PeerServer(store.state, store.loader, role.token, wire)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.core.ids import Digest, JobKey
-from headrace.core.messages import Place
+from headrace.kvstore.messages import unpack_places
 from headrace.kvstore.objects import Entry
 from headrace.kvstore.settings import Kind
 from headrace.kvstore.state import StoreState
@@ -25,17 +25,18 @@ PART_BYTES = 4 << 20  # of one part: so much is before a read that somebody wait
 
 
 class Opener(Protocol):
-    """The store's ways to open; with `early` nothing is counted yet."""
+    """The store's ways to open, answered as they go over the wire; with `early` nothing is counted
+    yet."""
 
-    async def open_prefix(
+    async def prefix(
         self, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None, *, early: bool
-    ) -> tuple[Place, ...]: ...
+    ) -> bytes: ...
 
-    async def open_window(
+    async def window(
         self, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None, *, early: bool
-    ) -> tuple[int, tuple[Place, ...]]: ...
+    ) -> tuple[int, bytes]: ...
 
-    async def open_objects(
+    async def objects(
         self,
         kind: Kind,
         namespace: bytes,
@@ -43,7 +44,7 @@ class Opener(Protocol):
         lease: JobKey | None,
         *,
         early: bool,
-    ) -> tuple[Place | None, ...]: ...
+    ) -> bytes: ...
 
 
 @dataclass(slots=True)
@@ -114,23 +115,19 @@ class Prefetcher:
         self, kind: Kind, namespace: bytes, digests: Sequence[Digest], most: int, lease: JobKey
     ) -> tuple[int, int]:
         """Open up to `most` of `digests`: the number of the first one, and how many."""
-        find, early, opened = self._state.find, self._early[lease], 0
+        find, early, first, opened = self._state.find, self._early[lease], 0, 0
         entries = [find(kind, namespace, digest) for digest in digests]
         here = {entry for entry in entries if entry is not None and entry.slot is not None}
         early.held[kind] += most
+        opener = self._opener
         try:
             if kind is Kind.SWA:
-                first, places = await self._opener.open_window(
-                    namespace, digests, lease, early=True
-                )
-                opened = len(places)
+                first, told = await opener.window(namespace, digests, lease, early=True)
             elif kind is Kind.KV:
-                first = 0
-                opened = len(await self._opener.open_prefix(namespace, digests, lease, early=True))
+                told = await opener.prefix(namespace, digests, lease, early=True)
             else:
-                first = 0
-                found = await self._opener.open_objects(kind, namespace, digests, lease, early=True)
-                opened = (*found, None).index(None)
+                told = await opener.objects(kind, namespace, digests, lease, early=True)
+            opened = (*unpack_places(told, self._state.boot), None).index(None)
         finally:
             early.held[kind] += opened - most
         entries = [find(kind, namespace, digest) for digest in digests[first : first + opened]]

@@ -158,10 +158,14 @@ class Residents:
         entry.departure, entry.proven = order.departures, False
         self.on_room()
 
+    def blank(self, kind: Kind, slot: int) -> None:
+        """No reader believes what lies in this slot from here on."""
+        self.arena.blank_header(self.regions[kind], slot)
+
     def hide(self, entry: Entry) -> None:
         """Readers miss from here on, though the slot may still be in use."""
         if entry.slot is not None:
-            self.arena.blank_header(self.regions[entry.kind], entry.slot)
+            self.blank(entry.kind, entry.slot)
 
     def settle(self, entry: Entry) -> None:
         """After any change: the entry stands among the evictable ones iff it may leave, and the

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from headrace.kvstore.damage import damaged_on_disk
 from headrace.kvstore.io_threads import in_thread
 from headrace.kvstore.objects import Entry
 from headrace.kvstore.second_chance import is_sound
@@ -20,7 +21,7 @@ async def scrub_segment(
 ) -> dict[str, Any]:
     """Read every object of one segment back: how many are there, sound and damaged, and how many
     segments there are in all. With `drop` the damaged ones are gone for everybody, as if a reader
-    had met them. An object is pinned while it is read."""
+    had met them, or written anew from the arena. An object is pinned while it is read."""
     entries = sorted(
         state.disks.by_segment.get(segment, ()), key=lambda e: e.disk.slot if e.disk else 0
     )
@@ -40,8 +41,7 @@ async def scrub_segment(
             if not fine and not entry.dropped:  # a reader may have been faster
                 damaged += 1
                 if drop:
-                    state.count.damaged += 1
-                    state.drop(entry, erase=True)
+                    damaged_on_disk(state, entry)
     return {
         "sound": sound,
         "sound_bytes": sound_bytes,

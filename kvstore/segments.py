@@ -38,6 +38,7 @@ from headrace.kvstore.slot_io import (
     erase_slot,
     read_slots,
     spans,
+    stands_at,
     write_slots,
     write_tail,
 )
@@ -317,11 +318,11 @@ class SegmentFiles:
 
     # reading ---------------------------------------------------------------------------------
 
-    def read_moves(self, moves: Sequence[SlotMove]) -> list[SlotHeader | None]:
-        """Read slots into their memory, as long as those of their segment, and return their
-        headers; None for a slot that is not what its place says or cannot be read. No payload is
+    def read_moves(self, moves: Sequence[SlotMove]) -> list[bytes | None]:
+        """Read slots into their memory, as long as those of their segment, and return the 512 bytes
+        of their headers; None for a slot that is not there or cannot be read. Nothing is
         verified."""
-        out: list[SlotHeader | None] = [None] * len(moves)
+        out: list[bytes | None] = [None] * len(moves)
         for span in spans([move.place for move in moves], len(moves)):
             first, last = moves[span[0]].place, moves[span[-1]].place
             segment = self.segments[first.segment]
@@ -333,14 +334,18 @@ class SegmentFiles:
         return out
 
     def read(self, place: DiskPlace, dest: memoryview) -> SlotHeader | None:
-        """As `read_moves` for one slot, its payload into `dest`, which is as long as it and lies
-        anywhere in memory."""
+        """Read one slot's payload into `dest`, which is as long as it and lies anywhere in memory;
+        its header, None for a slot that is not what its place says or cannot be read. The payload
+        is not verified."""
         size = self.segments[place.segment].header.slot_bytes
         if not size:
             return None
         memory = aligned_buffer(size)
-        (header,) = self.read_moves([SlotMove(place, memory)])
-        if header is None or header.facts.payload_bytes != len(dest):
+        (data,) = self.read_moves([SlotMove(place, memory)])
+        header = None if data is None else SlotHeader.unpack(data)
+        if header is None or not stands_at(header, place):
+            return None
+        if header.facts.payload_bytes != len(dest):
             return None
         dest[:] = memory[: len(dest)]
         return header

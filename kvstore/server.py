@@ -287,7 +287,7 @@ async def _expire(store: Store) -> None:
     while True:
         await asyncio.sleep(_EXPIRE_S)
         store.state.expire()
-        store.prefetch.look()
+        store.opening.prefetch.look()
         if store.pins.expire():
             log.info("pins ended; %d are left", len(store.pins))
 

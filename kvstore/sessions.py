@@ -231,31 +231,28 @@ class Session:
 
     def _open_prefix(self, message: OpenPrefix) -> None:
         digests = cut_digests(message.digests)
-        places = self._store.prefix_now(self._namespace, digests, message.lease)
+        places = self._store.opening.prefix_now(self._namespace, digests, message.lease)
         if places is not None:
-            self._link.post(Opened(message.call, 0, pack_places(places)))
+            self._link.post(Opened(message.call, 0, places))
             return
 
         async def wait() -> None:
-            with self._store.prefetch.waits():
-                brought = await self._store.open_prefix(self._namespace, digests, message.lease)
-            self._link.post(Opened(message.call, 0, pack_places(brought)))
+            with self._store.opening.prefetch.waits():
+                brought = await self._store.opening.prefix(self._namespace, digests, message.lease)
+            self._link.post(Opened(message.call, 0, brought))
 
         self._start(message.call, wait())
 
     async def _open(self, message: OpenWindow | OpenObjects) -> None:
-        digests, store = cut_digests(message.digests), self._store
-        with store.prefetch.waits():
+        digests, opening, first = cut_digests(message.digests), self._store.opening, 0
+        with opening.prefetch.waits():
             if isinstance(message, OpenWindow):
-                first, found = await store.open_window(self._namespace, digests, message.lease)
-                self._link.post(Opened(message.call, first, pack_places(found)))
+                first, told = await opening.window(self._namespace, digests, message.lease)
             else:
-                each = await store.open_objects(
-                    message.kind, self._namespace, digests, message.lease
-                )
-                self._link.post(Opened(message.call, 0, pack_places(each)))
+                told = await opening.objects(message.kind, self._namespace, digests, message.lease)
+        self._link.post(Opened(message.call, first, told))
 
     async def _prefetch(self, message: Prefetch) -> None:
-        digests, bring = cut_digests(message.digests), self._store.prefetch.bring
+        digests, bring = cut_digests(message.digests), self._store.opening.prefetch.bring
         there = await bring(message.kind, self._namespace, digests, message.lease)
         self._link.post(Prefetched(message.call, there.start, len(there)))

@@ -2,8 +2,8 @@
 
 Every transfer begins and ends at a multiple of 4 KiB in memory and in the file, so one code serves
 files opened with O_DIRECT and those that cannot be. Slots that follow each other in the file go in
-one call, each straight from or into its own place in memory, but for its last page: that one holds
-the header, which says where the slot lies, and passes through a page of the thread's own. Blocking;
+one call, each straight from or into its own place in memory. What is written passes its last page
+through one of the thread's own: there stands the header, which says where the slot lies. Blocking;
 threads may use one file at once, for different slots.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.core import faults
 from headrace.kvstore.files import FileCalls, aligned_buffer
@@ -33,10 +33,8 @@ class _Own(threading.local):
 _own = _Own()
 
 
-@dataclass(frozen=True, slots=True)
-class SlotMove:
-    """One slot: its place on disk, and its whole memory, which begins at a multiple of 4 KiB. The
-    last 512 bytes of the memory, the header's, are neither read nor written."""
+class SlotMove(NamedTuple):
+    """One slot: its place on disk, and its whole memory, which begins at a multiple of 4 KiB."""
 
     place: DiskPlace
     memory: memoryview
@@ -76,19 +74,11 @@ def write_slots(
 
 def read_slots(
     calls: FileCalls, descriptor: int, begin: int, moves: Sequence[SlotMove]
-) -> list[SlotHeader | None]:
-    """Read slots that follow each other into their memory; the header of each, None where there is
-    none or it could not be read. No payload is verified. Raises nothing."""
-    tails, buffers = _own.tails, list[memoryview]()
-    ends = []
-    for number, move in enumerate(moves):
-        tail = tails[number * ALIGN_BYTES : (number + 1) * ALIGN_BYTES]
-        if move.body:
-            buffers.append(move.body)
-        buffers.append(tail)
-        ends.append(tail)
+) -> list[bytes | None]:
+    """Read slots that follow each other into their memory, header and all; the 512 bytes of each
+    header, None where the slot could not be read. Nothing is verified. Raises nothing."""
     try:
-        if not read_buffers(calls, descriptor, buffers, begin):
+        if not read_buffers(calls, descriptor, [move.memory for move in moves], begin):
             raise OSError("the file ends before")
     except OSError as error:
         if len(moves) > 1:  # one bad sector must cost one slot
@@ -100,12 +90,7 @@ def read_slots(
         segment = moves[0].place.segment
         log.warning("a slot of segment %d could not be read: %s", segment, error.strerror or error)
         return [None]
-    headers = []
-    for move, tail in zip(moves, ends, strict=True):
-        header = SlotHeader.unpack(tail[-HEADER_BYTES:])
-        move.memory[-ALIGN_BYTES:-HEADER_BYTES] = tail[:-HEADER_BYTES]
-        headers.append(header if header is not None and stands_at(header, move.place) else None)
-    return headers
+    return [bytes(move.memory[-HEADER_BYTES:]) for move in moves]
 
 
 def erase_slot(calls: FileCalls, descriptor: int, end: int) -> None:

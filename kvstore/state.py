@@ -85,7 +85,7 @@ class StoreState:
             entry.touched = True
             entry.proven = entry.proven or (here and entry.slot is not None)
             if entry.saving is Saving.HELD_BACK and not entry.dropped:
-                self._to_save(entry)
+                self.to_save(entry)
                 self.residents.settle(entry)
         self.residents.touch(entry)
 
@@ -134,7 +134,7 @@ class StoreState:
             )
             self.enter_new(entry, made.slot)
             if entry.saving is Saving.WAITING:
-                self._to_save(entry)
+                self.to_save(entry)
         else:
             entry.step(VisibilityEvent.SEAL)  # ignored by the table: the first writer won
             self.residents.give(entry.kind, made.slot, made.facts.domain)
@@ -148,20 +148,21 @@ class StoreState:
         self.know({entry.key: entry})
         self.residents.enter(entry, slot)
         if entry.kind is not Kind.STATE:
-            self._mark(entry)
+            self.mark(entry)
 
     def returned(self, entry: Entry, slot: int) -> None:
         """A known object that was on disk alone lies in this granted slot now, which its second
         writer filled. The caller settles it."""
         self.residents.enter_written((entry,), (slot,))
-        self._mark(entry, soon=False)
+        self.mark(entry, soon=False)
 
     # leases ----------------------------------------------------------------------------------
 
-    def hold(self, owner: JobKey, entry: Entry) -> bool:
-        leased = bool(entry.leases)
-        held = self.leases.hold(owner, entry)
-        if held and not leased:
+    def hold(self, owner: JobKey, entries: Sequence[Entry]) -> bool:
+        """Lease objects; False for an owner that is over."""
+        free = [entry for entry in entries if not entry.leases and not entry.pins]
+        held = self.leases.hold_all(owner, entries)
+        for entry in free if held else ():
             self.residents.settle(entry)
         return held
 
@@ -204,21 +205,14 @@ class StoreState:
         if not entry.pins:
             self.residents.settle(entry)
 
-    # between arena and disk ------------------------------------------------------------------
+    def unpin_all(self, entries: Iterable[Entry]) -> None:
+        """As `unpin` for each; what is leased needs no settling: it stays, and is not dropped."""
+        for entry in entries:
+            entry.pins -= 1
+            if not entry.pins and not entry.leases:
+                self.residents.settle(entry)
 
-    def loaded(self, entry: Entry, slot: int, *, sound: bool | None) -> None:
-        """A load of a pinned entry into a reserved slot ended. Unsound bytes end the object; None
-        (given up before it ended) only gives the slot back."""
-        if sound and not entry.dropped and entry.slot is None:
-            self.residents.enter(entry, slot)
-            self.count.loads += 1
-            self._mark(entry, soon=False)
-        else:
-            self.residents.give(entry.kind, slot, entry.facts.domain)
-        if sound is False:
-            self.count.damaged += 1
-            self.drop(entry, erase=True)
-        self.residents.settle(entry)
+    # between arena and disk ------------------------------------------------------------------
 
     def take_unsaved(self, limit_bytes: int) -> list[Entry]:
         """The oldest objects that wait to be written, at least one and about `limit_bytes`; pinned
@@ -228,8 +222,8 @@ class StoreState:
             entry.pins += 1  # what waits to be saved may not leave, so nothing is to be settled
         return taken
 
-    def _to_save(self, entry: Entry, *, first: bool = False) -> None:
-        # The caller settles it.
+    def to_save(self, entry: Entry, *, first: bool = False) -> None:
+        """It waits to be written from now on; the caller settles it."""
         self.unsaved.add(entry, first=first)
         self.pending.add(entry)
         self.on_unsaved()
@@ -279,7 +273,7 @@ class StoreState:
         )
         self.know({key: entry})
         self.disks.put(((entry, disk),))
-        self._mark(entry)
+        self.mark(entry)
 
     def plan_recycle(self, segment: int, slots: int, room: int) -> RecyclePlan | None:
         """As `DiskBook.plan`, with the objects that hang on each other as they are now."""
@@ -297,7 +291,7 @@ class StoreState:
         for entry in reversed(plan.keep):
             if entry.slot is not None:
                 self.disks.leave(entry)
-                self._to_save(entry, first=True)
+                self.to_save(entry, first=True)
                 self.residents.settle(entry)
                 self.count.evict(Eviction.MOVED)
             else:
@@ -332,7 +326,7 @@ class StoreState:
             self.on_unsaved()
         self.residents.hide(entry)
         self.leases.forget(entry)
-        self._mark(entry)
+        self.mark(entry)
         self.residents.settle(entry)
 
     def doom(self, place: Place, namespace: bytes, digest: Digest) -> bool:
@@ -352,7 +346,7 @@ class StoreState:
         self.count.damaged += 1
         if entry.saving is Saving.SAVED and not entry.pins:
             self.residents.leave(entry)
-            self._mark(entry)
+            self.mark(entry)
         elif entry.slot is not None and checksum(arena.bytes_at(mine)) == entry.checksum:
             self.residents.show(entry, entry.slot)
         else:
@@ -374,7 +368,7 @@ class StoreState:
         if entry.disk is None:
             self.drop(entry, erase=False)
         else:
-            self._mark(entry, soon=False)
+            self.mark(entry, soon=False)
 
     def know(self, fresh: Mapping[bytes, Entry]) -> None:
         """Objects of one kind, of new keys; the caller says where they lie."""
@@ -383,7 +377,8 @@ class StoreState:
         self.by_kind[entries[0].kind] += len(entries)
         self.kin.add_all(entries)
 
-    def _mark(self, entry: Entry, *, soon: bool = True) -> None:
+    def mark(self, entry: Entry, *, soon: bool = True) -> None:
+        """The index may have to tell otherwise of it; not `soon`: of its tier alone."""
         self._changed(entry)
         (self.on_dirty if soon else self.on_dirty_tier)()
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias
 
 from headrace.core import faults
 from headrace.core.errors import ConfigError
-from headrace.core.ids import Digest, JobKey
+from headrace.core.ids import JobKey
 from headrace.core.messages import Place
 from headrace.kvstore.account import take_stat
 from headrace.kvstore.answers import Answers
-from headrace.kvstore.counters import UNKNOWN
 from headrace.kvstore.graves import Graves
 from headrace.kvstore.importing import ImportDesk
 from headrace.kvstore.layout import ObjectFacts
@@ -25,10 +23,9 @@ from headrace.kvstore.locking import Locked
 from headrace.kvstore.messages import Reserve
 from headrace.kvstore.metrics import Snapshot, StoreMetrics
 from headrace.kvstore.objects import Entry, Reservation
-from headrace.kvstore.peers import Peers
+from headrace.kvstore.opening import Opening
 from headrace.kvstore.peers_serve import PeerServer
 from headrace.kvstore.pins import PinBook
-from headrace.kvstore.prefetch import Prefetcher
 from headrace.kvstore.publisher import Publisher
 from headrace.kvstore.redis_link import RedisAway
 from headrace.kvstore.scrubbing import scrub_segment
@@ -58,8 +55,7 @@ class Store:
     ) -> None:
         self.state = state
         self.pins = pins
-        self.peers: Peers | None = None  # who is asked for what is not here,
-        self.door: PeerServer | None = None  # and where others ask
+        self.door: PeerServer | None = None  # where other stores ask
         self.graves: Graves | None = None  # who clears up behind stores that are gone
         self.connections = 0
         self.arena_lock = Locked.OFF
@@ -67,7 +63,7 @@ class Store:
         self._publisher = publisher
         self._writer = writer
         self.loader = Loader(state, files, threads, settings)
-        self.prefetch = Prefetcher(state, self, settings.prefetch_share)
+        self.opening = Opening(state, self.loader, settings.prefetch_share)
         self._room = asyncio.Event()
         self._queues = {kind: asyncio.Lock() for kind in state.residents.regions}
         state.residents.on_room = self._room.set
@@ -82,159 +78,6 @@ class Store:
             self._sweep,
             ImportDesk(state, files, settings),
         )
-
-    # reading ---------------------------------------------------------------------------------
-
-    def prefix_now(
-        self, namespace: bytes, digests: Sequence[Digest], lease: JobKey | None
-    ) -> tuple[Place, ...] | None:
-        """As `open_prefix`, if nothing of it has to be read from SSD or asked of other stores; else
-        None, and nothing is leased or counted."""
-        entries = self._leading(namespace, digests)
-        following = digests[len(entries) : len(entries) + 1]
-        if self.peers is not None and any(
-            self.peers.may_have(Kind.KV, namespace, digest) for digest in following
-        ):
-            return None
-        places = self._have(entries, lease)
-        if places is not None:
-            here = self.prefetch.opened(entries, lease)
-            self._count_prefix(entries, here, len(places), len(digests))
-        return places
-
-    async def open_prefix(
-        self,
-        namespace: bytes,
-        digests: Sequence[Digest],
-        lease: JobKey | None,
-        *,
-        early: bool = False,
-    ) -> tuple[Place, ...]:
-        """Places of the longest stored prefix, leased; those on SSD or at other stores are brought
-        to the arena. `early`: for a request whose turn has not come; it is counted then."""
-        async with self._brought(Kind.KV, namespace, digests, run=True):
-            entries = self._leading(namespace, digests)
-            here = [] if early else self.prefetch.opened(entries, lease)
-            places = await self._bring(entries, lease)
-        if not early:
-            self._count_prefix(entries, here, len(places), len(digests))
-        return places
-
-    def _leading(self, namespace: bytes, digests: Sequence[Digest]) -> list[Entry]:
-        entries: list[Entry] = []
-        for digest in digests:
-            entry = self.state.find(Kind.KV, namespace, digest)
-            if entry is None:
-                break
-            entries.append(entry)
-        return entries
-
-    def _count_prefix(
-        self, entries: Sequence[Entry], here: Sequence[bool], found: int, asked: int
-    ) -> None:
-        # A chain is of one domain; of one that is not there at all nobody can tell whose.
-        group = self.state.group(entries[0]) if entries else UNKNOWN
-        self.state.count.prefix(group, here, found, asked)
-
-    async def open_window(
-        self,
-        namespace: bytes,
-        digests: Sequence[Digest],
-        lease: JobKey | None,
-        *,
-        early: bool = False,
-    ) -> tuple[int, tuple[Place, ...]]:
-        """The first of `digests` that is stored and sound: (its number, one place) or (0, ())."""
-        known = [self.state.find(Kind.SWA, namespace, digest) is not None for digest in digests]
-        better = digests[: known.index(True)] if True in known else digests
-        async with self._brought(Kind.SWA, namespace, better, most=1):
-            for number, digest in enumerate(digests):
-                entry = self.state.find(Kind.SWA, namespace, digest)
-                if entry is None:
-                    continue
-                if not early:
-                    self.prefetch.opened([entry], lease)
-                places = await self._bring([entry], lease)
-                if places:
-                    self.state.count.hits += not early
-                    return number, places
-        self.state.count.misses += bool(digests) and not early
-        return 0, ()
-
-    async def open_objects(
-        self,
-        kind: Kind,
-        namespace: bytes,
-        digests: Sequence[Digest],
-        lease: JobKey | None,
-        *,
-        early: bool = False,
-    ) -> tuple[Place | None, ...]:
-        """Places of those of `digests` that are stored and sound, in their order, leased."""
-        places: list[Place | None] = []
-        async with self._brought(kind, namespace, digests):
-            for digest in digests:
-                entry = self.state.find(kind, namespace, digest)
-                if entry is not None and not early:
-                    self.prefetch.opened([entry], lease)
-                brought = () if entry is None else await self._bring([entry], lease)
-                places.append(brought[0] if brought else None)
-                self.state.count.hits += len(brought) and not early
-                self.state.count.misses += not (brought or early)
-        return tuple(places)
-
-    @contextlib.asynccontextmanager
-    async def _brought(
-        self,
-        kind: Kind,
-        namespace: bytes,
-        digests: Sequence[Digest],
-        *,
-        run: bool = False,
-        most: int = 1 << 20,
-    ) -> AsyncIterator[None]:
-        """While this lasts, those of `digests` that only other stores had are held here."""
-        missing: list[Digest] = []
-        if self.peers is not None and kind is not Kind.STATE:
-            missing = [d for d in digests if self.state.find(kind, namespace, d) is None]
-        if self.peers is None or not missing:
-            yield
-            return
-        async with self.peers.held(kind, namespace, missing, run=run, most=most):
-            yield
-
-    def _have(self, entries: Sequence[Entry], lease: JobKey | None) -> tuple[Place, ...] | None:
-        """Places of `entries`, leased, if all of them are in the arena; else None."""
-        if any(entry.slot is None or entry.dropped for entry in entries):
-            return None
-        return self._lease_places(entries, len(entries), lease, [True] * len(entries))
-
-    async def _bring(self, entries: Sequence[Entry], lease: JobKey | None) -> tuple[Place, ...]:
-        """Places of the longest prefix of `entries` that can be had in the arena, leased."""
-        places = self._have(entries, lease)
-        if places is None:
-            here = [entry.slot is not None for entry in entries]
-            async with self.loader.held(entries) as count:
-                places = self._lease_places(entries, count, lease, here)
-        return places
-
-    def _lease_places(
-        self, entries: Sequence[Entry], count: int, lease: JobKey | None, here: Sequence[bool]
-    ) -> tuple[Place, ...]:
-        """The first `count` of `entries` are in the arena now, the rest could not be had; `here`
-        says which were there before."""
-        places: list[Place] = []
-        again = [lease is None or lease not in entry.leases for entry in entries]
-        for entry in entries[:count]:
-            if lease is not None:
-                self.state.hold(lease, entry)
-            place = self.state.place(entry)
-            assert place is not None  # held, or in the arena at this moment
-            places.append(place)
-        # Head last: it leaves the arena after its tail. What could not be had is used all the same.
-        for entry, *how in reversed(tuple(zip(entries, again, here, strict=True))):
-            self.state.use(entry, again=how[0], here=how[1])
-        return tuple(places)
 
     # writing ---------------------------------------------------------------------------------
 
@@ -254,8 +97,8 @@ class Store:
         out: Promises = []
         for fact, entry in zip(facts, entries, strict=True):
             made = None
-            known = None if entry is None else self._have([entry], asked.lease)
-            if known is None:
+            known = entry is not None and self.opening.have([entry], asked.lease)
+            if not known:
                 if fits(fact.kind, fact.payload_bytes):
                     made = self.state.reserve(connection, fact, asked.lease)
                     if made is None and asked.lease is not None:  # it waits for room
@@ -266,7 +109,7 @@ class Store:
                     self.state.count.dropped += made is None
                 else:
                     self.state.count.refused += 1
-            out.append((made, known[0] if known else None))
+            out.append((made, self.state.place(entry) if entry and known else None))
         return out
 
     async def reserve(
@@ -281,11 +124,12 @@ class Store:
         try:
             for fact in facts:
                 entry = self.state.find(fact.kind, fact.namespace, fact.digest)
-                known = await self._bring([entry], asked.lease) if entry is not None else ()
-                made = None
-                if not known:
+                made = place = None
+                if entry is not None and await self.opening.bring([entry], asked.lease):
+                    place = self.state.place(entry)
+                else:
                     made = await self._room_for(connection, fact, asked.lease, deadline_s)
-                out.append((made, known[0] if known else None))
+                out.append((made, place))
         except BaseException:
             self.state.reserving.abandon(connection, [m.number for m, _ in out if m is not None])
             raise
@@ -348,7 +192,8 @@ class Store:
         """`places` with those of `gone` brought back from SSD."""
         out = list(places)
         for index, entry in gone.items():
-            out[index] = next(iter(await self._bring([entry], None)), None)
+            await self.opening.bring([entry], None)
+            out[index] = self.state.place(entry)
         return tuple(out)
 
     def _seal_one(self, connection: int, number: int, checksum: int) -> Entry | None:

@@ -15,6 +15,7 @@ from headrace.kvstore import Kind
 from headrace.kvstore.connection import attach
 from headrace.kvstore.files import FileCalls
 from headrace.kvstore.layout import HEADER_BYTES, SEGMENT_HEADER_BYTES
+from headrace.kvstore.questions import Topic
 
 pytestmark = pytest.mark.fault
 SLOT = 4096
@@ -214,6 +215,50 @@ async def test_every_flipped_part_of_a_slot_on_disk_is_a_miss(rig, things):
         bool(await client.open_prefix([things.digest(number)], None)) for number in range(total)
     ]
     assert found == [False] * len(PARTS) + [True] * len(PADDING)
+
+
+async def _scrubbed(client) -> tuple[int, int]:
+    """Sound and damaged objects of segment 0, where the damaged ones have been dealt with."""
+    told = await client.ask(Topic.SCRUB, segment=0, drop=True)
+    return told["sound"], told["damaged"]
+
+
+async def test_a_copy_on_disk_that_is_damaged_is_written_anew_from_memory(rig, things, when_idle):
+    """No reader misses meanwhile; the damaged slot is blank, so no restart finds it."""
+    await rig.start()
+    client = await rig.client()
+    places = await client.put(Kind.KV, things.blocks(1, 2, 3))
+    await when_idle(client)
+    patch(segment(rig), SLOT + 700, bytes(1))
+    assert await _scrubbed(client) == (2, 1)
+    assert await client.open_prefix([things.digest(2)], None) == (places[1],)
+    stat = await when_idle(client)
+    assert (stat.damaged, stat.blocks, stat.ssd_objects) == (1, 3, 3)
+    assert await _scrubbed(client) == (3, 0)
+    await rig.restart()
+    assert (await client.stat()).blocks == 3
+    dest = bytearray(3000)
+    for number in (1, 2, 3):
+        (place,) = await client.open_prefix([things.digest(number)], None)
+        assert client.read_into(place, things.digest(number), dest)
+        assert bytes(dest) == things.payload(number)
+    assert (await client.stat()).damaged == 0
+
+
+async def test_an_object_whose_copies_are_both_damaged_is_gone(rig, arena, things, when_idle):
+    client = await rig.client()
+    (place,) = await client.put(Kind.KV, things.blocks(2))
+    await when_idle(client)
+    patch(segment(rig), 700, bytes(1))
+    slot_of(arena, place)[5] ^= 1
+    assert await _scrubbed(client) == (0, 1)
+    stat = await when_idle(client)
+    assert (stat.damaged, stat.blocks, stat.ssd_objects, stat.arena_resident) == (1, 0, 0, 0)
+    assert not client.read_into(place, things.digest(2), bytearray(3000))
+    assert await client.open_prefix([things.digest(2)], None) == ()
+    (again,) = await client.put(Kind.KV, things.blocks(2))
+    dest = bytearray(3000)
+    assert client.read_into(again, things.digest(2), dest) and bytes(dest) == things.payload(2)
 
 
 async def test_a_flip_on_the_way_to_disk_is_found_at_the_next_load(rig, things, when_idle):

@@ -379,10 +379,10 @@ def test_slots_that_follow_each_other_go_in_one_call_and_hold_what_single_ones_d
         assert files.read(move.place, memoryview(dest)) is not None
         assert dest == content(number, 7000)
     target = [SlotMove(move.place, aligned_buffer(8192)) for move in moves]
-    assert [h.facts.block for h in files.read_moves(target)] == list(range(7))
-    for number, move in enumerate(target):
-        assert move.memory[:7000] == content(number, 7000)
-        assert not any(move.memory[-512:])  # the header that says "disk" never lies in memory
+    for number, (move, data) in enumerate(zip(target, files.read_moves(target), strict=True)):
+        assert move.memory[:7000] == content(number, 7000) and move.memory[-512:] == data
+        told = SlotHeader.unpack(data)
+        assert (told.segment, told.slot, told.generation) == move.place
 
 
 def test_one_bad_sector_costs_one_slot_of_a_run(opened):
@@ -397,4 +397,4 @@ def test_one_bad_sector_costs_one_slot_of_a_run(opened):
     places = write(files, *range(5))
     bad = files.segments[0].slot_begin(places[2].slot) + 100
     found = files.read_moves([SlotMove(place, aligned_buffer(4096)) for place in places])
-    assert [h and h.facts.block for h in found] == [0, 1, None, 3, 4]
+    assert [d and SlotHeader.unpack(d).facts.block for d in found] == [0, 1, None, 3, 4]

@@ -8,7 +8,7 @@ import pytest
 from headrace_tests_kvstore_disk import HANGS_S
 
 from headrace.kvstore import Kind
-from headrace.kvstore.questions import Topic
+from headrace.kvstore.questions import StoreSilent, Topic
 
 pytestmark = pytest.mark.fault
 SMALL = {"arena_bytes": 160_000, "ssd_bytes": 6 * (64 << 10), "segment_bytes": 64 << 10}
@@ -71,6 +71,21 @@ async def test_what_costs_more_to_compute_is_waited_for(rig, things, when_idle, 
     disk.go.set()
     assert len(await asked) == 6
     assert await _metric(client, "slow_reads_total") == 0
+
+
+async def test_a_question_that_outlasts_its_limit_is_given_up_and_the_connection_stays(
+    rig, things, when_idle, wait_until, disk
+):
+    client = await _stored(rig, things, when_idle)
+    attaches, disk.armed = client.attaches, True
+    async with asyncio.timeout(HANGS_S / 2):
+        with pytest.raises(StoreSilent):
+            await client.ask(Topic.SCRUB, limit_s=0.1, segment=0, drop=True)
+    assert disk.stood > 0 and not disk.go.is_set()
+    assert (await client.stat()).ssd_objects == 6  # others are answered
+    disk.go.set()
+    stat = await when_idle(client)
+    assert (stat.damaged, client.attaches, client.connected) == (0, attaches, True)
 
 
 async def test_a_picture_is_waited_for(rig, things, when_idle, wait_until, disk):

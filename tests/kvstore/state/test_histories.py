@@ -19,6 +19,7 @@ from headrace.core.ids import JobKey
 from headrace.kvstore import grants
 from headrace.kvstore.commits import commit_blocks
 from headrace.kvstore.layout import checksum
+from headrace.kvstore.loads import end_load
 from headrace.kvstore.objects import DiskPlace
 from headrace.kvstore.settings import Kind
 
@@ -137,7 +138,7 @@ class Machine(RuleBasedStateMachine):
     def hold(self, owner: int, number: int) -> None:
         entry = self.world.state.find(Kind.KV, self.world.namespace, self.world.digest(number))
         if entry is not None and entry.slot is not None:
-            self.world.state.hold(self.world.lease(owner), entry)
+            self.world.state.hold(self.world.lease(owner), [entry])
             self._hold(self.world.lease(owner), number)
 
     @rule(owner=st.integers(0, 3), kind=st.sampled_from([None, Kind.KV, Kind.SWA]))
@@ -190,11 +191,9 @@ class Machine(RuleBasedStateMachine):
         if not self.loading:
             return
         entry, slot = self.loading.pop(0)
-        region = self.world.state.residents.regions[Kind.KV]
-        self.world.arena.payload(region, slot, self.world.size_bytes)[:] = self.world.content(
-            entry.facts.block
-        )
-        self.world.state.loaded(entry, slot, sound=sound)
+        if sound:
+            self.world.write_granted(slot, entry.facts.block)
+        end_load(self.world.state, [(entry, slot)], [sound])
         self.world.state.unpin(entry)
         self._changed(entry.facts.block)
 
@@ -264,7 +263,7 @@ class Machine(RuleBasedStateMachine):
         for entry in self.writing:
             state.not_saved(entry)
         for entry, slot in self.loading:
-            state.loaded(entry, slot, sound=None)
+            end_load(state, [(entry, slot)], [None])
             state.unpin(entry)
         for connection in (1, 2, 3):
             state.reserving.close_connection(connection)

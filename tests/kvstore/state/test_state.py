@@ -82,19 +82,19 @@ def test_leases_expire_are_renewed_and_end_for_good(world):
     world.state.expire()
     assert entry.leases == set() and len(world.state.leases) == 0
     # expiry does not end the owner, release does: for one lease time
-    assert world.state.hold(world.lease(1), entry)
+    assert world.state.hold(world.lease(1), [entry])
     world.state.release(world.lease(1), None)
     world.state.release(world.lease(1), None)
-    assert not world.state.hold(world.lease(1), entry) and world.state.leases.late == 1
+    assert not world.state.hold(world.lease(1), [entry]) and world.state.leases.late == 1
     world.clock.advance(31)
     world.state.expire()
-    assert world.state.hold(world.lease(1), entry)
+    assert world.state.hold(world.lease(1), [entry])
     world.state.check()
 
 
 def test_two_owners_hold_one_object(world):
     entry = world.put(1, world.lease(1))
-    world.state.hold(world.lease(2), entry)
+    world.state.hold(world.lease(2), [entry])
     world.save()
     world.state.release(world.lease(1), None)
     for number in (2, 3, 4):
@@ -110,7 +110,7 @@ def test_a_state_of_a_sequence_is_gone_with_its_last_lease(world):
     """Nobody else can use it. Blocks stay for whoever comes, and a reader finishes."""
     pool = world.state.residents.pools[Kind.STATE]
     block, state = world.put(1, world.lease(1)), world.put(2, world.lease(1), kind=Kind.STATE)
-    world.state.hold(world.lease(2), state)
+    world.state.hold(world.lease(2), [state])
     assert pool.free == 1
     world.state.release(world.lease(1), None)
     assert pool.free == 1 and not state.dropped
