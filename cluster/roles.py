@@ -23,6 +23,7 @@ from headrace.cluster.config import ClusterConfig
 from headrace.cluster.rundir import RunDir, remove_empty
 from headrace.core.card import Member, Role
 from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.loops import new_event_loop
 from headrace.core.role import Ready, RoleSettings
 
 log = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class RoleThread:
     ) -> None:
         self._start = (config, run, role, name)
         self._on_end = on_end
-        self._loop = _new_event_loop(role)
+        self._loop = new_event_loop()
         self._stop = asyncio.Event()
         self._member: Member | None = None
         self._error: BaseException | None = None
@@ -178,14 +179,6 @@ class RoleThread:
         self._on_end(self._error)
 
 
-def _new_event_loop(role: Role) -> asyncio.AbstractEventLoop:
-    if role is Role.ROUTER:
-        from headrace.router import new_event_loop
-
-        return new_event_loop()
-    return asyncio.new_event_loop()
-
-
 def run_plain(
     config: ClusterConfig, run: RunDir, role: Role, name: str, say: Callable[[str], None]
 ) -> None:
@@ -214,7 +207,7 @@ def run_plain(
         await run_role(config, run, role, name, ready=ready, stop=stop)
 
     try:
-        with asyncio.Runner(loop_factory=lambda: _new_event_loop(role)) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(main())
     finally:
         remove_empty(made)

@@ -6,12 +6,11 @@ exactly one terminal event (`requests`); `app` is the bare ASGI callable, `serve
 under it, `records` what is measured of every request; `fetch` gets pictures from listed hosts.
 Stateless apart from its load ledger: several routers run side by side and know nothing of each
 other. No torch, no ray; Redis only through the store room's door.
-`run_router` serves until stopped; `new_event_loop` makes the loop it runs best on.
+`run_router` serves until stopped.
 """
 
 from headrace.router.keys import ApiKey
 from headrace.router.role import run_router
-from headrace.router.server import new_event_loop
 from headrace.router.settings import RouterSettings
 
-__all__ = ["ApiKey", "RouterSettings", "new_event_loop", "run_router"]
+__all__ = ["ApiKey", "RouterSettings", "run_router"]

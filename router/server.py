@@ -88,15 +88,6 @@ class _Parser(h11.Connection):
         return event
 
 
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """The loop a router runs best on: uvloop's where it is installed, else the standard one."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
-
-
 def protocol_class(limits: EdgeLimits) -> type[H11Protocol]:
     """uvicorn's h11 protocol with these limits bound in (uvicorn constructs it itself)."""
 

@@ -43,6 +43,7 @@ from typing import Any
 import redis
 
 from headrace.core.deployment import Deployment
+from headrace.core.loops import new_event_loop
 from headrace.core.role import RoleSettings
 from headrace.kvstore import StoreSettings, embedded_valkey, run_store
 from headrace.kvstore.layout import SEGMENT_HEADER_BYTES, slot_bytes
@@ -104,7 +105,8 @@ def serve(told: dict[str, Any]) -> None:
     role = RoleSettings(
         "store-0", address, TOKEN, told["redis"], address, home, "bench", Deployment()
     )
-    asyncio.run(run_store(role, StoreSettings(**told["settings"]), ready=ready))
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(run_store(role, StoreSettings(**told["settings"]), ready=ready))
 
 
 class Process:

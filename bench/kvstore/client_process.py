@@ -22,6 +22,7 @@ from typing import Any
 
 from headrace.core.chain import BLOCK_TOKENS, block_digests
 from headrace.core.ids import Digest, JobKey, RequestId
+from headrace.core.loops import new_event_loop
 from headrace.core.messages import Place
 from headrace.kvstore import IndexReader, Kind, StoreClient
 from headrace.kvstore.layout import checksum, slot_bytes
@@ -349,4 +350,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(main())

@@ -29,6 +29,7 @@ from headrace.core.chain import window_digest
 from headrace.core.deployment import Deployment
 from headrace.core.ids import Digest, JobKey, RequestId
 from headrace.core.limits import LeaseTimes
+from headrace.core.loops import new_event_loop
 from headrace.core.role import RoleSettings
 from headrace.kvstore import (
     EmbeddedRedis,
@@ -73,6 +74,12 @@ class Things:
     @staticmethod
     def lease(name: str = "request", epoch: int = 0) -> JobKey:
         return JobKey(RequestId(name), epoch)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """A store is tested on the loop that it runs on."""
+    return {"uvloop": new_event_loop}
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typing import Any
 from headrace.core.deployment import Deployment
 from headrace.core.errors import ConfigError
 from headrace.core.ids import Digest, JobKey, RequestId
+from headrace.core.loops import new_event_loop
 from headrace.core.role import RoleSettings
 from headrace.kvstore import Kind, StoreClient, StoreSettings, ahead, embedded_valkey, run_store
 from headrace.kvstore.messages import Ahead
@@ -51,7 +52,8 @@ def serve(told: dict[str, Any]) -> int:
     settings = StoreSettings(**told["settings"])
     calls = dying(told["die_at"], told["half"]) if told.get("die_at") else None
     try:
-        asyncio.run(run_store(role, settings, ready=lambda member: say("ready"), calls=calls))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(run_store(role, settings, ready=lambda member: say("ready"), calls=calls))
     except ConfigError as error:
         print(error.message, file=sys.stderr)
         return 2

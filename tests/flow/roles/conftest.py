@@ -20,6 +20,7 @@ from headrace.core.chain import as_token_ids, block_digests, root_digest, window
 from headrace.core.deployment import Deployment
 from headrace.core.ids import Digest, RequestId, new_request_id
 from headrace.core.limits import LeaseTimes
+from headrace.core.loops import new_event_loop
 from headrace.core.peers import Peer
 from headrace.core.request import GenRequest, Sampling
 from headrace.core.role import RoleSettings
@@ -182,6 +183,12 @@ class Cluster:
         ):
             return f"store: {stat}"
         return None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Roles are tested on the loop that they run on."""
+    return {"uvloop": new_event_loop}
 
 
 @pytest.fixture(scope="session")
