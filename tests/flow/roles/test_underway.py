@@ -81,5 +81,6 @@ async def test_decode_loads_while_prefill_still_seals(cluster, yardstick, prompt
     assert call.prefilled is None, "nothing was loaded before PrefillDone"
     assert await call.result(60.0) == await yardstick.text(ids, 8)
     if bind == "late":
-        assert 0 < call.progress[-1].rows_left <= 128
+        asked = next(message for message in call.progress if message.wanted)
+        assert 0 < asked.rows_left <= 128  # a later one, while decode is silent, may tell 0
     await cluster.at_rest(5.0)
