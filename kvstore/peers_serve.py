@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from headrace.core.errors import ConfigError, WireError
 from headrace.core.ids import Digest
@@ -21,6 +21,9 @@ from headrace.kvstore.loads import Loader
 from headrace.kvstore.messages import cut_digests
 from headrace.kvstore.objects import Entry
 from headrace.kvstore.peers_wire import (
+    FOLLOWS,
+    GONE,
+    STAYS,
     Doubt,
     Fetch,
     Offer,
@@ -41,7 +44,14 @@ _FIRST_FRAME_S = 3.0
 _HOLD_S = 30.0  # longest wait for this store's own loop
 
 # What a question named, None for what is not sent; each of the others is pinned once.
-_Lent: TypeAlias = list[Entry | None]
+_Found: TypeAlias = list[Entry | None]
+
+
+class _Lent(NamedTuple):
+    """What follows, pinned; and what an Offer says of each digest that was asked for."""
+
+    entries: list[Entry]
+    present: bytes
 
 
 class PeerServer:
@@ -60,7 +70,7 @@ class PeerServer:
         self._strangers: dict[PeerSocket, None] = {}  # oldest first
         self._known: set[PeerSocket] = set()
         self._standing = threading.Lock()  # of the two before
-        self._lending: set[asyncio.Task[_Lent]] = set()
+        self._lending: set[asyncio.Task[_Found]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.sent = 0  # objects
         self.sent_bytes = 0
@@ -185,13 +195,13 @@ class PeerServer:
         assert self._loop is not None
         digests = cut_digests(fetch.digests)
         told: Future[_Lent] = Future()
-        self._loop.call_soon_threadsafe(self._lend, fetch.kind, fetch.namespace, digests, told)
+        self._loop.call_soon_threadsafe(self._lend, fetch, digests, told)
         try:
             lent = told.result(_HOLD_S)
         except TimeoutError:
             told.cancel()
             raise
-        held = [entry for entry in lent if entry is not None]
+        held = lent.entries
         try:
             peer.send(self._offer(fetch, lent), self._payloads(fetch.kind, held))
             self.sent += len(held)
@@ -200,9 +210,8 @@ class PeerServer:
             self._loop.call_soon_threadsafe(unpin_all, self._state, held)
 
     def _offer(self, fetch: Fetch, lent: _Lent) -> Offer:
-        facts = b"".join([pack_facts(entry) for entry in lent if entry is not None])
-        present = bytes([entry is not None for entry in lent])
-        return Offer(fetch.call, fetch.kind, fetch.namespace, present, facts, checksum(facts))
+        facts = b"".join(map(pack_facts, lent.entries))
+        return Offer(fetch.call, fetch.kind, fetch.namespace, lent.present, facts, checksum(facts))
 
     def _payloads(self, kind: Kind, held: Sequence[Entry]) -> list[memoryview]:
         if not held:  # perhaps of a kind that has no slots here
@@ -217,36 +226,36 @@ class PeerServer:
 
     # on the loop
 
-    def _lend(
-        self, kind: Kind, namespace: bytes, digests: Sequence[Digest], told: Future[_Lent]
-    ) -> None:
+    def _lend(self, fetch: Fetch, digests: Sequence[Digest], told: Future[_Lent]) -> None:
         """Tell what is here of `digests`, held in the arena; of blocks the leading ones."""
-        found: _Lent = [] if kind is Kind.STATE else find_all(self._state, kind, namespace, digests)
+        kind, found = fetch.kind, _Found()
+        if kind is not Kind.STATE:
+            found = find_all(self._state, kind, fetch.namespace, digests)
         if kind is Kind.KV and None in found:
             del found[found.index(None) :]
         here = [entry for entry in found if entry is not None]
         if all(entry.slot is not None and not entry.dropped for entry in here):
             pin_all(self._state, here)
-            self._tell(told, found, len(digests))
+            self._tell(told, found, fetch, digests)
             return
         task = asyncio.create_task(self._bring(kind, found), name="store-lend")
         self._lending.add(task)
 
-        def ended(task: asyncio.Task[_Lent]) -> None:
+        def ended(task: asyncio.Task[_Found]) -> None:
             self._lending.discard(task)
             if not task.cancelled() and task.exception() is None:
-                self._tell(told, task.result(), len(digests))
+                self._tell(told, task.result(), fetch, digests)
             elif told.set_running_or_notify_cancel():
                 error = None if task.cancelled() else task.exception()
                 told.set_exception(error or PeerGone("this store is ending"))
 
         task.add_done_callback(ended)
 
-    async def _bring(self, kind: Kind, found: _Lent) -> _Lent:
+    async def _bring(self, kind: Kind, found: _Found) -> _Found:
         """Have what is in `found` in the arena, pinned; None for what cannot be had."""
         each = [entry for entry in found if entry is not None]
         runs = [each] if kind is Kind.KV else [[entry] for entry in each]
-        out: _Lent = []
+        out: _Found = []
         try:
             for run in runs:
                 async with self._loader.held(run) as count:
@@ -260,11 +269,26 @@ class PeerServer:
         brought = iter(out)
         return [None if entry is None else next(brought) for entry in found]
 
-    def _tell(self, told: Future[_Lent], found: _Lent, asked: int) -> None:
+    def _tell(
+        self, told: Future[_Lent], found: _Found, fetch: Fetch, digests: Sequence[Digest]
+    ) -> None:
+        held = [entry for entry in found if entry is not None]
         if told.set_running_or_notify_cancel():
-            told.set_result(found + [None] * (asked - len(found)))
+            told.set_result(_Lent(held, self._present(found, fetch, digests)))
         else:  # nobody waits any more
-            unpin_all(self._state, [entry for entry in found if entry is not None])
+            unpin_all(self._state, held)
+
+    def _present(self, found: _Found, fetch: Fetch, digests: Sequence[Digest]) -> bytes:
+        """Who asks takes the records of what is gone out of the index, and nobody would list again
+        what only stays."""
+        out = bytearray(FOLLOWS if entry is not None else GONE for entry in found)
+        out += bytes(len(digests) - len(found))
+        if GONE in out:
+            known = find_all(self._state, fetch.kind, fetch.namespace, digests)
+            for index, entry in enumerate(known):
+                if out[index] == GONE and entry is not None and not entry.copy:
+                    out[index] = STAYS
+        return bytes(out)
 
     def _look(self, doubt: Doubt) -> None:
         """Verify what another store could not. On the loop."""

@@ -20,7 +20,15 @@ from headrace.kvstore.elsewhere import Run
 from headrace.kvstore.io_threads import guarded
 from headrace.kvstore.layout import checksum
 from headrace.kvstore.objects import Entry
-from headrace.kvstore.peers_wire import Doubt, Fetch, Offer, PeerGone, PeerSocket, read_offer
+from headrace.kvstore.peers_wire import (
+    STAYS,
+    Doubt,
+    Fetch,
+    Offer,
+    PeerGone,
+    PeerSocket,
+    read_offer,
+)
 from headrace.kvstore.records import unpack_records
 from headrace.kvstore.settings import Kind
 from headrace.kvstore.state import StoreState
@@ -38,7 +46,7 @@ class PeerCounters:
 
     fetched: int = 0  # objects that arrived and verified
     fetched_bytes: int = 0
-    missing: int = 0  # promised by the index, not there any more
+    missing: int = 0  # promised by the index and not sent: gone, or not to be had now
     damaged: int = 0  # arrived and did not verify
     late: int = 0  # not here when computing them would have been done
     away: int = 0  # batches that the other store did not answer
@@ -104,6 +112,7 @@ class Transfer:
         self._aborted = False
         self.has_slots = False
         self.doubted: list[Digest] = []
+        self._stay: frozenset[int] = frozenset()  # indexes of what is there and is not sent
 
     def abort(self) -> None:
         """Wake the thread wherever it waits."""
@@ -126,7 +135,9 @@ class Transfer:
             missing = [index for index, copy in enumerate(offered) if copy is None]
             if missing:
                 count.missing += len(missing)
-                self._desk.forget(self._batch, missing)
+                gone = [index for index in missing if index not in self._stay]
+                if gone:
+                    self._desk.forget(self._batch, gone)
             if not self._aborted:
                 await self._receive(offered)
         finally:
@@ -223,7 +234,9 @@ class Transfer:
                 continue  # a connection kept from before may have ended since: the next one
             if not isinstance(offer, Offer):
                 raise WireError("expected an Offer")
-            return read_offer(offer, fetch, self._most_bytes)
+            offered = read_offer(offer, fetch, self._most_bytes)
+            self._stay = frozenset(n for n, told in enumerate(offer.present) if told == STAYS)
+            return offered
 
     def _tell_doubts(self) -> None:
         assert self._sock is not None

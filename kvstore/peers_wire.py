@@ -52,10 +52,15 @@ class Fetch:
     digests: bytes
 
 
+GONE = 0  # not here: a record that says so led astray
+FOLLOWS = 1
+STAYS = 2  # here, and not sent: behind a hole, or not to be had in the arena now
+
+
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One byte a digest of Fetch: 1 if it follows; and what the sender knows of those, as `FACTS`
-    one after another, with the checksum of all of them."""
+    """One byte a digest of Fetch: `FOLLOWS`, `STAYS` or `GONE`; and what the sender knows of those
+    that follow, as `FACTS` one after another, with the checksum of all of them."""
 
     call: int
     kind: Kind
@@ -209,15 +214,15 @@ def read_offer(offer: Offer, fetch: Fetch, most_bytes: int) -> list[Entry | None
     if (
         (offer.call, offer.kind, offer.namespace) != (fetch.call, fetch.kind, fetch.namespace)
         or len(offer.present) * DIGEST_BYTES != len(fetch.digests)
-        or offer.present.strip(b"\0\1")
-        or len(offer.facts) != FACTS.size * sum(offer.present)
+        or offer.present.strip(bytes((GONE, FOLLOWS, STAYS)))
+        or len(offer.facts) != FACTS.size * offer.present.count(FOLLOWS)
         or offer.checksum != checksum(offer.facts)
     ):
         raise WireError(f"an offer of {len(offer.facts)} bytes that does not fit its question")
     rows = FACTS.iter_unpack(offer.facts)
     out: list[Entry | None] = []
     for wanted, present in zip(cut_digests(fetch.digests), offer.present, strict=True):
-        if not present:
+        if present != FOLLOWS:
             out.append(None)
             continue
         digest, block, payload_bytes, total, written_at_s, parent, domain = next(rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from headrace.core.clock import Clock
@@ -355,7 +355,7 @@ class Publisher:
         back with older data. Each goes only if it still stands there unchanged."""
         assert self._link is not None and self._number is not None
         removed = 0
-        free = {kind: pool.free_slots() for kind, pool in self._state.residents.pools.items()}
+        free = {kind: pool.free_uses() for kind, pool in self._state.residents.pools.items()}
         try:
             for kind in Kind:
                 async for names in self._link.scan(f"{kind.value}:*", _BATCH):
@@ -378,7 +378,7 @@ class Publisher:
             log.info("removed %d records of what is no longer here from the index", removed)
         return True
 
-    def _is_old(self, data: bytes, free: Mapping[Kind, Set[int]]) -> bool:
+    def _is_old(self, data: bytes, free: Mapping[Kind, Mapping[int, int]]) -> bool:
         for record in unpack_records(data):
             if record.store != self._number:
                 continue
@@ -391,7 +391,7 @@ class Publisher:
                     pool is None
                     or record.slot >= pool.total
                     or record.generation != pool.generation(record.slot)
-                    or record.slot in free[record.kind]
+                    or record.generation == free[record.kind].get(record.slot)
                 )
             there = self._state.disks.by_segment.get(record.segment)
             one = next(iter(there)) if there else None

@@ -50,3 +50,8 @@ class SlotPool:
 
     def free_slots(self) -> frozenset[int]:
         return frozenset(self._free)
+
+    def free_uses(self) -> dict[int, int]:
+        """The free slots, with the generation of the use that has ended: a slot that is filled
+        later has another."""
+        return {slot: self._generations[slot] for slot in self._free}
