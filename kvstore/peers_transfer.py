@@ -65,6 +65,14 @@ class Peer:
     idle: list[PeerSocket] = field(default_factory=list)
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_A_TIME))
 
+    def connection(self, desk: Desk) -> tuple[PeerSocket, bool]:
+        """An idle connection, or a new one; whether it is an idle one. Called by several threads.
+        Raises `PeerGone` when nobody answers."""
+        try:
+            return self.idle.pop(), True
+        except IndexError:
+            return PeerSocket.connect(self.address, desk.token, desk.limits), False
+
 
 @dataclass(slots=True, eq=False)
 class Batch:
@@ -217,15 +225,15 @@ class Transfer:
         desk, batch = self._desk, self._batch
         fetch = Fetch(next(desk.calls), batch.kind, batch.namespace, b"".join(batch.run.digests))
         while True:
-            kept = bool(self._peer.idle)
-            sock = self._peer.idle.pop() if kept else None
-            sock = sock or PeerSocket.connect(self._peer.address, desk.token, desk.limits)
+            sock, kept = self._peer.connection(desk)
             self._sock = sock
             try:
                 if self._aborted:
                     raise PeerGone("given up")
                 sock.send(fetch)
                 offer = sock.receive()
+                if offer is None:
+                    raise PeerGone("the connection ended")
             except PeerGone:
                 sock.close()
                 self._sock = None

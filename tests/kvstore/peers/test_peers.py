@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import redis
@@ -43,6 +45,27 @@ async def test_a_chain_that_the_other_host_has(pair, things, when_idle):
     # Again: from here, nobody is asked.
     again = await b.open_prefix([things.digest(n) for n in numbers], None)
     assert again == places and (await b.stat()).peer_fetched == 40
+
+
+async def test_connections_kept_from_the_others_last_life_cost_nothing(pair, things):
+    """The other store ended in order and serves at the same address again: what was kept is found
+    closed, and a new connection is made at once."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    pair.a.settings = replace(pair.a.settings, peer_listen=address)
+    room = {"arena_bytes": 80 << 20, "ssd_bytes": 80 << 20, "segment_bytes": 8 << 20}
+    await pair.start(block_bytes=200_000, **room)
+    a, b = await pair.clients()
+    for begin in (1, 1001):
+        items = [(things.digest(n), things.payload(n, 200_000)) for n in range(begin, begin + 90)]
+        await a.put(Kind.KV, items)
+        await pair.listed(a)
+        if begin > 1:
+            await pair.a.restart()
+            await pair.listed(a)
+        places = await b.open_prefix([digest for digest, _ in items], None)
+        stat = await b.stat()
+        assert (len(places), stat.peer_fetched % 90, stat.peer_failed) == (90, 0, 0)
 
 
 async def test_what_lies_on_the_other_hosts_disk_only(pair, things, when_idle):
