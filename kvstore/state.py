@@ -205,9 +205,10 @@ class StoreState:
         if not entry.pins:
             self.residents.settle(entry)
 
-    def unpin_all(self, entries: Iterable[Entry]) -> None:
-        """As `unpin` for each; what is leased needs no settling: it stays, and is not dropped."""
-        for entry in entries:
+    def unpin_all(self, entries: Sequence[Entry]) -> None:
+        """As `unpin` for each, the last first: of a chain the tail leaves before the head. What is
+        leased needs no settling: it stays, and is not dropped."""
+        for entry in reversed(entries):
             entry.pins -= 1
             if not entry.pins and not entry.leases:
                 self.residents.settle(entry)
