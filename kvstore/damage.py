@@ -13,11 +13,12 @@ def damaged_on_disk(state: StoreState, entry: Entry) -> bool:
     state.count.damaged += 1
     place, disk, read = state.place(entry), entry.disk, state.residents.arena.read
     about = (entry.facts.namespace, entry.facts.digest)
-    if disk is None or place is None or read(place, *about, None) is not Reading.GOOD:
+    if place is None or read(place, *about, None) is not Reading.GOOD:
         state.drop(entry, erase=True)
         return False
-    state.disks.leave(entry)
-    state.disks.to_erase.append(disk)
-    state.to_save(entry, first=True)
-    state.residents.settle(entry)
+    if disk is not None:  # else another reader of that copy was faster
+        state.disks.leave(entry)
+        state.disks.to_erase.append(disk)
+        state.to_save(entry, first=True)
+        state.residents.settle(entry)
     return True

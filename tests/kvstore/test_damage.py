@@ -245,6 +245,27 @@ async def test_a_copy_on_disk_that_is_damaged_is_written_anew_from_memory(rig, t
     assert (await client.stat()).damaged == 0
 
 
+async def test_two_that_find_the_same_damage_lose_nothing(rig, things, when_idle):
+    """The second finds the copy on disk given up already: the one in memory is to stay."""
+    await rig.start()
+    client = await rig.client()
+    lease = things.lease()
+    places = await client.put(Kind.KV, things.blocks(1, 2, 3), lease=lease)
+    await when_idle(client)
+    patch(segment(rig), SLOT + 700, bytes(1))
+    told = await asyncio.gather(*[_scrubbed(client) for _ in range(3)])
+    assert told.count((2, 1)) >= 2, "only one of them met the damage: no fault"
+    assert (2, 0) not in told
+    for number, place in zip((1, 2, 3), places, strict=True):
+        dest = bytearray(3000)
+        assert client.read_into(place, things.digest(number), dest)
+        assert bytes(dest) == things.payload(number)
+    stat = await when_idle(client)
+    assert (stat.blocks, stat.ssd_objects, stat.leased_objects) == (3, 3, 3)
+    await rig.restart()
+    assert (await client.stat()).blocks == 3
+
+
 async def test_an_object_whose_copies_are_both_damaged_is_gone(rig, arena, things, when_idle):
     client = await rig.client()
     (place,) = await client.put(Kind.KV, things.blocks(2))
