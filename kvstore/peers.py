@@ -232,11 +232,11 @@ class Peers:
             peer = self._peers[address] = Peer(address, Breaker(self._state.clock))
         return peer
 
-    def forget(self, batch: Batch, indexes: Sequence[int]) -> None:
+    def forget(self, batch: Batch, indexes: Sequence[int]) -> asyncio.Task[None]:
         """Take the records that led astray out of the index, if they still stand there."""
         run = batch.run
         stale = [(run.digests[index], run.packed[index]) for index in indexes]
-        self._start(self._elsewhere.forget(batch.kind, batch.namespace, stale))
+        return self._start(self._elsewhere.forget(batch.kind, batch.namespace, stale))
 
     async def close(self) -> None:
         """End all transfers. Idempotent."""

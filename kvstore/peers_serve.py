@@ -291,11 +291,13 @@ class PeerServer:
         return bytes(out)
 
     def _look(self, doubt: Doubt) -> None:
-        """Verify what another store could not. On the loop."""
+        """Verify what another store could not, and list anew what is sound: the other has taken its
+        record away. On the loop."""
         if len(doubt.namespace) != 32 or len(doubt.digest) != 32:
             return
         digest = Digest(doubt.digest)
         entry = self._state.find(doubt.kind, doubt.namespace, digest)
         place = None if entry is None else self._state.place(entry)
-        if place is not None:
-            self._state.doom(place, doubt.namespace, digest)
+        wrong = place is not None and self._state.doom(place, doubt.namespace, digest)
+        if entry is not None and not wrong:
+            self._state.mark(entry)

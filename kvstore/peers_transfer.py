@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.core.errors import HeadraceError, WireError
-from headrace.core.ids import Digest
 from headrace.core.limits import WireLimits
 from headrace.kvstore.breaker import Breaker
 from headrace.kvstore.copies import copy_of, enter_copies, take_slots, unpin_all
@@ -101,7 +100,8 @@ class Desk:
     token: str
     limits: WireLimits
     threads: ThreadPoolExecutor
-    forget: Callable[[Batch, Sequence[int]], None]  # the records at these indexes led astray
+    # The records at these indexes led astray.
+    forget: Callable[[Batch, Sequence[int]], asyncio.Task[None]]
     count: PeerCounters = field(default_factory=PeerCounters)
     calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -119,7 +119,7 @@ class Transfer:
         self._sock: PeerSocket | None = None
         self._aborted = False
         self.has_slots = False
-        self.doubted: list[Digest] = []
+        self._doubted: list[int] = []  # indexes of what did not verify
         self._stay: frozenset[int] = frozenset()  # indexes of what is there and is not sent
 
     def abort(self) -> None:
@@ -172,7 +172,9 @@ class Transfer:
         finally:
             # Also when this is cancelled, which `_in_thread` lets happen after its thread only.
             self._settle(taken, slots, sums, indexes)
-        if whole and self.doubted:
+        if whole and self._doubted:
+            # Before their owner is told: it lists anew what it finds sound.
+            await asyncio.wait((self._desk.forget(self._batch, self._doubted),))
             with contextlib.suppress(PeerGone):
                 await self._in_thread(self._tell_doubts)
         if whole and self._sock is not None and len(self._peer.idle) < _IDLE_SOCKETS:
@@ -197,7 +199,7 @@ class Transfer:
         """All slots after their thread: objects, or free again. `sums` are of the first of them;
         what follows has not arrived."""
         count, batch = self._desk.count, self._batch
-        good, places, damaged = list[Entry](), list[int](), list[int]()
+        good, places = list[Entry](), list[int]()
         for number, (copy, slot) in enumerate(zip(copies, slots, strict=True)):
             if number < len(sums) and sums[number] == copy.checksum:
                 good.append(copy)
@@ -205,11 +207,8 @@ class Transfer:
                 continue
             self._state.residents.give(batch.kind, slot, copy.facts.domain)
             if number < len(sums):
-                damaged.append(indexes[number])
-                self.doubted.append(copy.facts.digest)
-        if damaged:
-            count.damaged += len(damaged)
-            self._desk.forget(batch, damaged)
+                count.damaged += 1
+                self._doubted.append(indexes[number])
         entered = enter_copies(self._state, good, places, int(batch.wanted))
         if batch.wanted:
             batch.held += entered
@@ -248,8 +247,9 @@ class Transfer:
 
     def _tell_doubts(self) -> None:
         assert self._sock is not None
-        for digest in self.doubted:
-            self._sock.send(Doubt(self._batch.kind, self._batch.namespace, digest))
+        batch = self._batch
+        for index in self._doubted:
+            self._sock.send(Doubt(batch.kind, batch.namespace, batch.run.digests[index]))
 
     def _take(self, views: Sequence[memoryview], sums: list[int], indexes: Sequence[int]) -> None:
         """Fill `views` with the objects at `indexes` of the batch, and `sums` with what verifies

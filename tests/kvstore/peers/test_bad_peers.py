@@ -17,6 +17,7 @@ import redis
 
 from headrace.core.errors import ConfigError
 from headrace.core.frames import FrameCodec
+from headrace.core.ids import Digest
 from headrace.core.limits import WireLimits
 from headrace.kvstore import Kind, StoreClient
 from headrace.kvstore.connection import attach
@@ -24,6 +25,7 @@ from headrace.kvstore.copies import copy_of
 from headrace.kvstore.layout import NO_DIGEST, ObjectFacts, checksum
 from headrace.kvstore.peers_wire import (
     PEER_MESSAGES,
+    Doubt,
     Fetch,
     Offer,
     PeerGone,
@@ -59,6 +61,7 @@ class FakePeer:
     def __init__(self, plain, things) -> None:
         self.plain, self.things = plain, things
         self.asked: list[Fetch] = []
+        self.doubts: list[bool] = []  # whether what was doubted was listed when we were told
         self.answer = lambda fetch: b""
         self.pause_s = 0.0
         self.silent = threading.Event()  # accept and say nothing, until set
@@ -83,8 +86,10 @@ class FakePeer:
             )
 
     def listed(self, number: int) -> bool:
-        key = record_key(Kind.KV, self.things.namespace, self.things.digest(number))
-        return bool(self.plain.exists(key))
+        return self.stands(self.things.digest(number))
+
+    def stands(self, digest: Digest) -> bool:
+        return bool(self.plain.exists(record_key(Kind.KV, self.things.namespace, digest)))
 
     def facts(self, number: int, **changes) -> bytes:
         payload = self.things.payload(number)
@@ -112,6 +117,8 @@ class FakePeer:
         peer = PeerSocket(sock, TOKEN, WireLimits())
         with contextlib.suppress(PeerGone, OSError):
             while (fetch := peer.receive(idle=True)) is not None:
+                if isinstance(fetch, Doubt):
+                    self.doubts.append(self.stands(Digest(fetch.digest)))
                 if not isinstance(fetch, Fetch):
                     continue
                 self.asked.append(fetch)
@@ -199,7 +206,12 @@ async def test_a_peer_that_lies_is_a_miss(pair, things, fake, when_idle, wait_un
     async def settled() -> bool:
         return fake.listed(0) != (lie in COSTS_ITS_RECORD)
 
+    async def told() -> bool:
+        return fake.doubts == [False]  # first the record, then its owner, who may list it anew
+
     await wait_until(settled)
+    if lie in COSTS_ITS_RECORD:
+        await wait_until(told)
     # The store serves on, and so does another peer.
     assert None not in await b.put(Kind.KV, things.blocks(5))
 

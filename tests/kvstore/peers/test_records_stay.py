@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import redis
 
+from headrace.core.limits import WireLimits
 from headrace.kvstore import Kind
-from headrace.kvstore.records import digest_tail, record_key, unpack_records
+from headrace.kvstore.peers_wire import Doubt, PeerSocket
+from headrace.kvstore.records import LiveStore, digest_tail, record_key, unpack_records
 from headrace.kvstore.settings import Tier
 
 
@@ -80,3 +82,29 @@ async def test_what_has_no_room_in_its_owners_arena_stays_listed(pair, things, i
     assert {n: index.value(n) for n in before} == before
     await a.release(lease)
     assert len(await b.open_prefix([things.digest(n) for n in range(6)], None)) == 6
+
+
+async def test_what_was_doubted_and_is_sound_is_listed_again(pair, things, index, wait_until):
+    """Its record went before its owner was told."""
+    await pair.start()
+    a, _ = await pair.clients()
+    await a.put(Kind.KV, things.blocks(0, 1))
+    await pair.listed(a)
+    await pair.a.restart()  # on disk alone, and
+    await pair.listed(a)
+    await a.open_prefix([things.digest(0)], None)  # the first in the arena too
+    await pair.listed(a)
+    before = {n: index.value(n) for n in (0, 1)}
+    lives = map(LiveStore.unpack, map(index.plain.get, index.plain.keys("kv:store:*")))
+    for address in {live.address for live in lives}:
+        index.plain.delete(*map(index.name, before))
+        told = PeerSocket.connect(address, "a cluster token of tests", WireLimits())
+        for number in before:
+            told.send(Doubt(Kind.KV, things.namespace, things.digest(number)))
+        told.close()
+
+    async def back() -> bool:
+        return {n: index.value(n) for n in before} == before
+
+    await wait_until(back, "the owner lists what it has")
+    assert all(before.values())
