@@ -86,16 +86,5 @@ def pin_all(state: StoreState, entries: Iterable[Entry]) -> None:
     state.residents.settle_all(new)
 
 
-def unpin_all(state: StoreState, entries: Sequence[Entry]) -> None:
-    """As `StoreState.unpin`, for each, the last first: of a chain the tail leaves before the
-    head."""
-    free: list[Entry] = []
-    for entry in reversed(entries):
-        entry.pins -= 1
-        if not entry.pins:
-            free.append(entry)
-    state.residents.settle_all(free)
-
-
 def _domain(entry: Entry) -> bytes:
     return entry.facts.domain

@@ -20,7 +20,7 @@ from typing import Any
 from headrace.core.ids import Digest
 from headrace.core.limits import WireLimits
 from headrace.kvstore.breaker import Breaker
-from headrace.kvstore.copies import find_all, pin_all, unpin_all
+from headrace.kvstore.copies import find_all, pin_all
 from headrace.kvstore.elsewhere import MOST_KEYS, Elsewhere, Run
 from headrace.kvstore.objects import Entry, object_key
 from headrace.kvstore.peers_transfer import (
@@ -109,7 +109,7 @@ class Peers:
             pin_all(self._state, pinned)
             yield
         finally:
-            unpin_all(self._state, pinned)
+            self._state.unpin_all(pinned)
             for batch in reversed(mine):
                 batch.let_go(self._state)
 

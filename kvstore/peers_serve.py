@@ -15,7 +15,7 @@ from headrace.core.errors import ConfigError, WireError
 from headrace.core.ids import Digest
 from headrace.core.limits import WireLimits
 from headrace.core.link import parse_address
-from headrace.kvstore.copies import find_all, pin_all, unpin_all
+from headrace.kvstore.copies import find_all, pin_all
 from headrace.kvstore.layout import checksum
 from headrace.kvstore.loads import Loader
 from headrace.kvstore.messages import cut_digests
@@ -207,7 +207,7 @@ class PeerServer:
             self.sent += len(held)
             self.sent_bytes += sum(entry.facts.payload_bytes for entry in held)
         finally:
-            self._loop.call_soon_threadsafe(unpin_all, self._state, held)
+            self._loop.call_soon_threadsafe(self._state.unpin_all, held)
 
     def _offer(self, fetch: Fetch, lent: _Lent) -> Offer:
         facts = b"".join(map(pack_facts, lent.entries))
@@ -262,7 +262,7 @@ class PeerServer:
                     pin_all(self._state, run[:count])
                 out += [*run[:count], *[None] * (len(run) - count)]
         except BaseException:
-            unpin_all(self._state, [entry for entry in out if entry is not None])
+            self._state.unpin_all([entry for entry in out if entry is not None])
             raise
         if kind is Kind.KV:
             return out
@@ -276,7 +276,7 @@ class PeerServer:
         if told.set_running_or_notify_cancel():
             told.set_result(_Lent(held, self._present(found, fetch, digests)))
         else:  # nobody waits any more
-            unpin_all(self._state, held)
+            self._state.unpin_all(held)
 
     def _present(self, found: _Found, fetch: Fetch, digests: Sequence[Digest]) -> bytes:
         """Who asks takes the records of what is gone out of the index, and nobody would list again

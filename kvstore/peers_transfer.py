@@ -14,7 +14,7 @@ from typing import Any
 from headrace.core.errors import HeadraceError, WireError
 from headrace.core.limits import WireLimits
 from headrace.kvstore.breaker import Breaker
-from headrace.kvstore.copies import copy_of, enter_copies, take_slots, unpin_all
+from headrace.kvstore.copies import copy_of, enter_copies, take_slots
 from headrace.kvstore.elsewhere import Run
 from headrace.kvstore.io_threads import guarded
 from headrace.kvstore.layout import checksum
@@ -89,7 +89,7 @@ class Batch:
         """Idempotent; what still arrives is pinned for nobody."""
         self.wanted = False
         held, self.held = self.held, []
-        unpin_all(state, held)
+        state.unpin_all(held)
 
 
 @dataclass(slots=True, eq=False)

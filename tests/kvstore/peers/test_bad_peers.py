@@ -20,7 +20,6 @@ from headrace.core.frames import FrameCodec
 from headrace.core.ids import Digest
 from headrace.core.limits import WireLimits
 from headrace.kvstore import Kind, StoreClient
-from headrace.kvstore.connection import attach
 from headrace.kvstore.copies import copy_of
 from headrace.kvstore.layout import NO_DIGEST, ObjectFacts, checksum
 from headrace.kvstore.peers_wire import (
@@ -300,31 +299,6 @@ async def test_after_three_failures_a_peer_is_left_alone(pair, things, fake):
     for number in range(20):
         assert await b.open_prefix([things.digest(number)], None) == ()
     assert len(fake.asked) == 3
-
-
-async def test_damage_in_the_other_arena_is_found_here_and_told_there(pair, things, wait_until):
-    await pair.start()
-    a, b = await pair.clients()
-    places = await a.put(Kind.KV, things.blocks(0, 1), lease=things.lease())
-    await pair.listed(a)
-    other = await attach(pair.a.role.listen, TOKEN, "x", things.namespace, WireLimits())
-    found = other.arena.locate(places[1].offset)
-    other.arena.payload(*found, 3000)[1234] ^= 4
-    other.abort()
-    got = await b.open_prefix([things.digest(0), things.digest(1)], None)
-    assert len(got) == 1
-
-    async def noticed() -> bool:
-        return (await a.stat()).damaged == 1
-
-    await wait_until(noticed, "the owner's own look")
-    # It was durable there: its owner reads it from disk, and gives it.
-    await pair.listed(a)
-
-    async def again() -> bool:
-        return len(await b.open_prefix([things.digest(0), things.digest(1)], None)) == 2
-
-    await wait_until(again, "a sound copy")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -10,9 +10,12 @@ import redis
 
 from headrace.core.limits import WireLimits
 from headrace.kvstore import Kind
+from headrace.kvstore.connection import attach
 from headrace.kvstore.peers_wire import Doubt, PeerSocket
 from headrace.kvstore.records import LiveStore, digest_tail, record_key, unpack_records
 from headrace.kvstore.settings import Tier
+
+TOKEN = "a cluster token of tests"
 
 
 class Index:
@@ -98,7 +101,7 @@ async def test_what_was_doubted_and_is_sound_is_listed_again(pair, things, index
     lives = map(LiveStore.unpack, map(index.plain.get, index.plain.keys("kv:store:*")))
     for address in {live.address for live in lives}:
         index.plain.delete(*map(index.name, before))
-        told = PeerSocket.connect(address, "a cluster token of tests", WireLimits())
+        told = PeerSocket.connect(address, TOKEN, WireLimits())
         for number in before:
             told.send(Doubt(Kind.KV, things.namespace, things.digest(number)))
         told.close()
@@ -108,3 +111,28 @@ async def test_what_was_doubted_and_is_sound_is_listed_again(pair, things, index
 
     await wait_until(back, "the owner lists what it has")
     assert all(before.values())
+
+
+async def test_damage_in_the_other_arena_is_found_here_and_told_there(pair, things, wait_until):
+    await pair.start()
+    a, b = await pair.clients()
+    places = await a.put(Kind.KV, things.blocks(0, 1), lease=things.lease())
+    await pair.listed(a)
+    other = await attach(pair.a.role.listen, TOKEN, "x", things.namespace, WireLimits())
+    found = other.arena.locate(places[1].offset)
+    other.arena.payload(*found, 3000)[1234] ^= 4
+    other.abort()
+    got = await b.open_prefix([things.digest(0), things.digest(1)], None)
+    assert len(got) == 1
+
+    async def noticed() -> bool:
+        return (await a.stat()).damaged == 1
+
+    await wait_until(noticed, "the owner's own look")
+    # It was durable there: its owner reads it from disk, and gives it.
+    await pair.listed(a)
+
+    async def again() -> bool:
+        return len(await b.open_prefix([things.digest(0), things.digest(1)], None)) == 2
+
+    await wait_until(again, "a sound copy")
