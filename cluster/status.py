@@ -132,9 +132,11 @@ def _role_table(view: dict[str, Any], *, addresses: bool) -> Table:
         shown.add_column(column)
     for role in view["roles"]:
         colour = "green" if role["state"] == "ready" and role["alive"] else "red"
+        # Its lease outlives it for a few seconds.
+        state = role["state"] if role["alive"] or not role["pid"] else "gone"
         shown.add_row(
             role["name"],
-            f"[{colour}]{role['state']}[/]",
+            f"[{colour}]{state}[/]",
             str(role["pid"] or ""),
             str(role["lives"] or ""),
             *([role["address"]] if addresses else []),
@@ -143,7 +145,7 @@ def _role_table(view: dict[str, Any], *, addresses: bool) -> Table:
     return shown
 
 
-def _pools(roles: Iterable[dict[str, Any]]) -> str:
+def _up(roles: Iterable[dict[str, Any]]) -> dict[str, tuple[int, int]]:
     """How many replicas of each pool take requests, of how many."""
     up: Counter[str] = Counter()
     all_: Counter[str] = Counter()
@@ -151,7 +153,12 @@ def _pools(roles: Iterable[dict[str, Any]]) -> str:
         all_[role["role"]] += 1
         up[role["role"]] += role["state"] == ReplicaState.READY and role["alive"]
     wanted = [r.value for r in (Role.VISION, Role.PREFILL, Role.DECODE, Role.ROUTER)]
-    return ", ".join(f"{name} {up[name]} of {all_[name]}" for name in wanted) + " ready"
+    return {name: (up[name], all_[name]) for name in wanted}
+
+
+def _pools(roles: Iterable[dict[str, Any]]) -> str:
+    counts = _up(roles).items()
+    return ", ".join(f"{name} {up} of {all_}" for name, (up, all_) in counts) + " ready"
 
 
 def _condition(view: dict[str, Any]) -> str:
@@ -159,7 +166,9 @@ def _condition(view: dict[str, Any]) -> str:
     if view["phase"] == Phase.FAILED:
         return f"failed: {view['error']}"
     if view["phase"] == Phase.READY:
-        return "ready" if view["ready"] else "not ready"
+        nobody = [name for name, (up, all_) in _up(view["roles"]).items() if all_ and not up]
+        without = f" without {' and '.join(nobody)}" if nobody else ""
+        return ("ready" if view["ready"] else "not ready") + without
     if view["phase"] == Phase.STARTING:
         return f"starting ({view['progress']})"
     return str(view["phase"])

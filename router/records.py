@@ -109,7 +109,9 @@ class Meters:
         yield gauge(Metric.HITS_SAVED_SECONDS, "by hits in the store", (), {(): of.saved_s})
         spent: dict[tuple[str, ...], float] = {("load",): of.load_s, ("replay",): of.replay_s}
         yield gauge(Metric.HITS_SPENT_SECONDS, "for these hits", ("part",), spent)
-        yield gauge(Metric.HITS_NET_SECONDS, "saved less spent", (), {(): of.net_s})
+        # Absent while no row has a price: what was spent alone would read as a loss.
+        net: dict[tuple[str, ...], float] = {} if of.row_s is None else {(): of.net_s}
+        yield gauge(Metric.HITS_NET_SECONDS, "saved less spent", (), net)
 
     def scrape(self) -> bytes:
         """The text of a scrape."""

@@ -132,6 +132,22 @@ def test_status_counts_the_replicas_that_are_ready_and_alive(failed_run: RunDir)
     assert "decode 1 of 2, router 1 of 1 ready" in pool_line(view)
 
 
+def test_status_names_the_pool_of_which_nobody_serves_and_who_is_gone(failed_run: RunDir) -> None:
+    failed_run.write_state(state(Phase.READY))
+    view = collect(failed_run) | {"phase": "ready", "ready": True}
+    for role in view["roles"]:
+        role.update(state="ready", pid=1, alive=role["name"] not in ("decode-1", "prefill-0"))
+    shown = Console(file=io.StringIO(), width=200, record=True)
+    shown.print(table(view))
+    head, *rows = shown.export_text().splitlines()
+    assert head.startswith("local: ready without prefill, ")  # one decode replica is left
+    states = {
+        cells[1].strip(): cells[2].strip() for row in rows if len(cells := row.split("│")) > 2
+    }
+    assert states["decode-0"] == states["router-0"] == "ready"
+    assert states["decode-1"] == states["prefill-0"] == "gone"
+
+
 @pytest.mark.parametrize(
     ("ready", "leader", "restarts", "said"),
     [

@@ -59,6 +59,9 @@ def test_the_scrape_prices_rows_not_run_and_not_tokens_found() -> None:
         record.finish, record.hit_tokens, record.saved_rows = "stop", hits, saved
         record.stage("prefill_s", 1.0 if prefill_rows else 0.0)
         record.stage("load_s", 0.25)
+        if prefill_rows:
+            # No row was timed yet: what was spent alone is no loss.
+            assert "\nheadrace_hits_net_seconds " not in meters.scrape().decode()
         meters.take(record)
     scrape = meters.scrape().decode()
     assert "headrace_hits_saved_seconds 1.0\n" in scrape
