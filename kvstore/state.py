@@ -230,7 +230,7 @@ class StoreState:
         self.on_unsaved()
 
     def saved(self, writes: Sequence[tuple[Entry, DiskPlace]]) -> None:
-        """The slots of these objects are written and synced."""
+        """The slots of these objects are written and synced; the last may leave first."""
         kept = [write for write in writes if not write[0].dropped]
         for entry, _ in kept:
             entry.step(VisibilityEvent.SYNC)
@@ -244,7 +244,7 @@ class StoreState:
             entry.pins -= 1
             if entry.dropped:
                 self.disks.to_erase.append(disk)  # nobody may find it again after a restart
-        self.residents.settle_all([entry for entry, _ in writes if not entry.pins])
+        self.residents.settle_all([entry for entry, _ in reversed(writes) if not entry.pins])
 
     def not_saved(self, entry: Entry, disk: DiskPlace | None = None) -> None:
         """The object stays in the arena only. `disk`: a slot that may hold part of it."""

@@ -294,8 +294,9 @@ class Writer:
             self._disbelieve(group, error)
             return
         self._disk.success()
-        for begin in range(0, len(group.writes), _SLICE):
-            self._state.saved(group.writes[begin : begin + _SLICE])
+        # The last first: in this order they may leave, of a chain the tail before the head.
+        for end in range(len(group.writes), 0, -_SLICE):
+            self._state.saved(group.writes[max(0, end - _SLICE) : end])
             await asyncio.sleep(0)  # who waits for an answer goes first
         self._spare(len(group.writes))
         for one in group.moved:

@@ -335,6 +335,19 @@ async def test_more_on_disk_than_the_arena_holds(rig, things, when_idle):
     assert len(await client.open_prefix(digests[20:], things.lease("c"))) == total
 
 
+async def test_of_a_chain_put_without_a_lease_the_tail_leaves_first(rig, things, when_idle):
+    await rig.start(ssd_bytes=16 << 20, segment_bytes=1 << 20)
+    client = await rig.client()
+    places = await client.put(Kind.KV, things.blocks(*range(40)))
+    await when_idle(client)
+    room = client._connection.arena.region(Kind.KV).slots - 40
+    for first in range(1000, 1000 + room + 10, 10):  # more than there is room for
+        blocks = things.blocks(*range(first, first + 10))
+        await client.put(Kind.KV, blocks, first_block=first, lease=things.lease(), wait_s=5.0)
+    left = [n for n in range(40) if read(client, places[n], things.digest(n), 3000)]
+    assert 0 < len(left) < 40 and left == list(range(len(left)))
+
+
 async def test_of_a_chain_read_without_a_lease_the_tail_leaves_first(rig, things, when_idle):
     await rig.start(ssd_bytes=16 << 20, segment_bytes=1 << 20)
     client = await rig.client()
