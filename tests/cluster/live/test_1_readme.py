@@ -51,7 +51,9 @@ def test_the_examples_run(live: Live, questions: Questions, image_part: Any, roo
     assert said == greeting.text + about.text + "\n"
     assert [record["pictures_made"] for record in live.records()[known:]] == [0, 1]
 
-    key = {"~/.headrace/local/api_key": str(live.run.api_key_file(live.tenants[0]))}
+    key_file = live.run.api_key_file(live.tenants[0])
+    assert key_file.is_relative_to(live.environment["HEADRACE_HOME"])
+    key = {"/local/api_key": f"/{key_file.relative_to(live.environment['HEADRACE_HOME'])}"}
     told = json.loads(printed(live, root, ["sh"], examples(root, "sh", here | key)))
     assert told["choices"][0]["message"]["content"] == about.text
     assert told["usage"]["completion_tokens"] == about.n_tokens

@@ -206,17 +206,35 @@ async def test_a_flipped_bit_in_a_stored_block_shortens_the_hit(cluster, yardsti
     assert len(await cluster.prefill.store.open_prefix(request.digests, None)) == 5
 
 
-async def test_a_flipped_bit_on_the_way_is_seen_and_computed(cluster, yardstick, prompt) -> None:
-    ids = prompt(640, "flip on the way")
-    faults.arm("decode.load=flip@3")
+async def test_a_block_flipped_on_the_way_is_seen_and_computed(cluster, yardstick, prompt) -> None:
+    ids = prompt(160, "block flipped on the way")  # one block, and a start before any record
+    faults.arm("decode.load=flip@1")
     work = cluster.decodes[0].work
     damaged = work.counts.damaged
     call = await cluster.handoff(cluster.request(ids))
     assert await call.result() == await yardstick.text(ids, 8)
     assert faults.fired("decode.load") == 1
     assert work.counts.damaged == damaged + 1
-    # A block or the record, as the two loading threads come by: either costs something.
-    assert call.times.hit_tokens < 640 or call.times.window_position != 512
+    assert (call.prefilled.encoder_rows, call.times.hit_tokens) == (128, 0)
+    await cluster.at_rest()
+
+
+async def test_a_record_flipped_on_the_way_is_seen_and_read_again(
+    cluster, yardstick, prompt
+) -> None:
+    """The store's own copy is sound, so nothing is lost by it."""
+    ids = prompt(640, "record flipped on the way")
+    await (await cluster.handoff(cluster.request(ids))).result()
+    await cluster.at_rest()
+    faults.arm("decode.load=flip@1")  # the blocks are resident: the record is all that is read
+    work = cluster.decodes[0].work
+    damaged = work.counts.damaged
+    call = await cluster.handoff(cluster.request(ids))
+    assert await call.result() == await yardstick.text(ids, 8)
+    assert faults.fired("decode.load") == 1
+    assert work.counts.damaged == damaged + 1
+    assert (call.times.hit_tokens, call.times.window_position) == (640, 512)
+    assert call.times.load_bytes == cluster.card.window_record_bytes
     await cluster.at_rest()
 
 
