@@ -121,7 +121,7 @@ class Service:
         assert not exactly or answer.error is None, answer
         return answer
 
-    async def routable(self, prefills: int = 1, decodes: int = 2, within_s: float = 20.0) -> None:
+    async def routable(self, prefills: int = 1, decodes: int = 2, within_s: float = 60.0) -> None:
         from headrace.core.card import Role
 
         wanted = {Role.PREFILL: prefills, Role.DECODE: decodes}

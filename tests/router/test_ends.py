@@ -53,7 +53,7 @@ async def test_a_client_that_leaves_while_its_text_is_encoded_reaches_no_replica
             await rig.until(entered.is_set)
             assert not rig.nothing_held()
             task.cancel()
-        await rig.until(rig.nothing_held, 1.0)
+        await rig.until(rig.nothing_held, 5.0)
         assert not let_go.is_set()  # given up while the text was still in the encoder
         let_go.set()
         await rig.pulse()
@@ -94,7 +94,7 @@ async def test_a_client_that_leaves_is_cancelled_everywhere(
             task.cancel()
         for filler in fillers:
             filler.cancel()
-        await rig.until(rig.nothing_held, 1.0)
+        await rig.until(rig.nothing_held, 5.0)
         await rig.until(lambda: not decode.running)
         ended = [record["finish"] for record in rig.records()]
         assert ended == ["cancelled"] * (1 + len(fillers))

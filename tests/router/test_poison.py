@@ -128,6 +128,7 @@ async def test_two_lost_at_once_quarantine_nobody_who_was_not_alone(rigs: Any) -
         last = rig.decodes[-1]
         tasks += await ask(rig, 2)
         await rig.until(lambda: sum(t.suspicion.apart for t in rig.router.desk._live.values()) == 5)
+        await rig.until(lambda: len(last.running) >= 3)
         await asyncio.sleep(0.1)
         assert len(last.running) == 3  # one of the five, and the two that nobody suspects
         event.set()

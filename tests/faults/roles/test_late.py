@@ -24,7 +24,7 @@ DEPLOYMENT = {"leases": LeaseTimes(handoff_s=2.0, member_s=8.0)}
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.fault]
 
 
-async def until(condition: Any, within_s: float = 20.0) -> None:
+async def until(condition: Any, within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.005)

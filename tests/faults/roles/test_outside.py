@@ -72,7 +72,7 @@ async def test_redis_killed_in_a_handoff_and_back_empty(
     await service.routable()
     # What was listed and what was sealed meanwhile: the index has both again.
     for ids in (before, during):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 await service.check(ids, tenant=1)
                 if f"hit {len(ids) // 128 * 128} of {len(ids)}" in last_record(service)["why"]:

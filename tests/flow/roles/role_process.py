@@ -40,7 +40,7 @@ class RoleProcess:
         self._process, line = forks.fork_and_hear(self._command, self._environment)
         return json.loads(line)
 
-    async def ended(self, within_s: float = 20.0) -> int:
+    async def ended(self, within_s: float = 60.0) -> int:
         """Its exit code; below 0 for a signal."""
         status: int = await asyncio.to_thread(self._process.wait, within_s)
         return status

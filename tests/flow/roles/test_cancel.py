@@ -1,4 +1,4 @@
-"""A request that is given up at any stage leaves nothing behind within a second: no job, no engine
+"""A request that is given up at any stage leaves nothing behind soon after: no job, no engine
 block or slot, no lease. Others beside it go on."""
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ MODEL = "toy"
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ENGINE_SLOTS = 4
+SOON_S = 2.5  # as `at_rest` of the cluster: before any lease runs out
 LONG = 1500  # tokens of a prompt: a dozen steps of 128 rows
 ENDLESS = 400  # tokens of an answer that nobody waits for
 
 
-async def until(condition, within_s: float = 20.0) -> None:
+async def until(condition, within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.002)
@@ -80,7 +81,7 @@ async def test_in_line_for_decode(cluster, prompt, router, give_up) -> None:
         waits = await cluster.handoff(cluster.request(prompt(300, "waits")), router=router)
         await until(lambda: state_of(decode, waits) is DecodeState.QUEUED_TOLD)
         await give_up(waits, router)
-        await until(lambda: waits.key not in decode.work.jobs, 1.0)
+        await until(lambda: waits.key not in decode.work.jobs, SOON_S)
     await cluster.at_rest()
 
 
@@ -95,7 +96,7 @@ async def test_in_line_for_prefill(cluster, prompt, router, give_up) -> None:
         stays = await cluster.handoff(cluster.request(ids))
         await until(lambda: state_of(prefill, stays) is JobState.WAITING)
         await give_up(waits, router)
-        await until(lambda: state_of(prefill, waits) is None, 1.0)
+        await until(lambda: state_of(prefill, waits) is None, SOON_S)
         assert state_of(prefill, stays) is JobState.WAITING
     prefill.work._room.set()  # what the release of a job does
     assert len(await stays.result()) == 8
@@ -191,7 +192,7 @@ async def test_a_handoff_without_progress_is_given_up_while_others_keep_what_the
     """Three that last longer than a lease: a prefill never speaks to one, one stands in line at
     prefill, which is progress, and one decodes and keeps its record."""
     runs = await cluster.handoff(cluster.request(prompt(700, "long answer"), ENDLESS))
-    await asyncio.wait_for(runs.begun.wait(), 20)
+    await asyncio.wait_for(runs.begun.wait(), 60)
     ids = prompt(700, "waits long")
     async with full(cluster, cluster.prefill, prompt):
         waits = await cluster.handoff(cluster.request(ids), decode=1, bind="early")
@@ -243,7 +244,7 @@ async def test_an_older_epoch_is_ignored_and_a_newer_one_takes_over(
     ids = prompt(700, "epochs")
     decode = cluster.decodes[0]
     old = await cluster.handoff(cluster.request(ids, ENDLESS, epoch=1))
-    await asyncio.wait_for(old.begun.wait(), 20)
+    await asyncio.wait_for(old.begun.wait(), 60)
     seen = len(old.token_ids)
     new = await cluster.handoff(cluster.request(ids, epoch=2, request_id=old.key.request_id))
     assert await new.result() == await yardstick.text(ids, 8)
@@ -270,7 +271,7 @@ async def test_announcements_of_others_are_late_foreign_or_held(cluster, prompt)
     await peer.link.send(PrefillDone(key, 0, 0, 0.0))
     await until(lambda: len(decode.work.early) == 1)
     call = await cluster.router.send(request, cluster.to_decode[0], prefill_name="prefill-7")
-    await asyncio.wait_for(call.begun.wait(), 20)
+    await asyncio.wait_for(call.begun.wait(), 60)
     assert len(decode.work.early) == 0
     # While it runs: late.
     late = counts.late
@@ -335,7 +336,7 @@ async def test_a_drain_finishes_what_runs_and_takes_nothing_new(
     to_other = await cluster.router.connect(other.shell.address)
     ids = prompt(200, "drained")
     runs = await cluster.router.send(cluster.request(ids, 30), to_other)
-    await asyncio.wait_for(runs.begun.wait(), 20)
+    await asyncio.wait_for(runs.begun.wait(), 60)
     await to_other.link.send(Drain(grace_s=20))
     await until(lambda: other.member().state == "draining")
     refused = await cluster.router.send(cluster.request(ids), to_other)
@@ -385,10 +386,10 @@ async def test_a_failure_at_any_point_is_told_once_and_may_be_retried(
 
 
 async def test_a_load_that_fails_is_computed(cluster, yardstick, prompt) -> None:
-    ids = prompt(300, "load fails")
+    ids = prompt(160, "load fails")  # one block and no record, which may be read before it
     faults.arm("decode.load=raise@1")
     call = await cluster.handoff(cluster.request(ids))
     assert await call.result() == await yardstick.text(ids, 8)
     assert faults.fired("decode.load") == 1
-    assert call.times.hit_tokens < 256
+    assert (call.prefilled.encoder_rows, call.times.hit_tokens) == (128, 0)
     await cluster.at_rest()

@@ -27,7 +27,7 @@ N_TOKENS = 520
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def until(condition, within_s: float = 20.0) -> None:
+async def until(condition, within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.002)
@@ -72,7 +72,7 @@ def clients(cluster) -> list[StoreClient]:
 async def stored_places(cluster, digests) -> tuple[Any, ...]:
     """Where these blocks lie now that all of them are on disk."""
     store = cluster.prefill.store
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (stat := await store.stat()) is None or stat.pending:
             await asyncio.sleep(0.01)
     places = await store.open_prefix(digests, None)
@@ -147,7 +147,7 @@ async def _answers_elsewhere(
         elsewhere = StoreClient(
             f"unix://{path}2", decode.role.token, cluster.card.namespace().digest()
         )
-        assert await elsewhere.connect(20.0)
+        assert await elsewhere.connect(60.0)
         places = await elsewhere.open_prefix(call.request.digests, None)
         if decode.store.attaches == before and not decode.store.connected:
             return elsewhere, places

@@ -74,13 +74,13 @@ def occupied(cluster: Any, prompt: Any) -> Any:
 
 
 async def _until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(90.0):
         while not condition():
             await asyncio.sleep(0.005)
 
 
 async def _loads(cluster: Any, at_least: int) -> Any:
-    async with asyncio.timeout(30.0):
+    async with asyncio.timeout(90.0):
         while (stat := await cluster.prefill.store.stat()).loads < at_least:
             await asyncio.sleep(0.01)
     return stat

@@ -30,7 +30,7 @@ async def test_a_role_is_a_member_while_it_serves(roles, run, kind) -> None:
         up.set()
 
     served = asyncio.create_task(run(role, SMALL, ready=ready, stop=stop))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await up.wait()
     (member,) = told
     assert (member.role, member.state, member.n_blocks) == (kind, ReplicaState.READY, 32)
