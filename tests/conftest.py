@@ -40,12 +40,12 @@ def root() -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, a file's tests stay together and in order; all of the live cluster's do, since
-    they share one cluster and its last ones end it. Whichever comes first starts it, which takes
+    """With `-n`, a file's tests stay together and in order; all of a folder `live` do, since they
+    share one cluster and its last ones end it. Whichever comes first starts it, which takes
     minutes on a busy machine; so do processes of other tests."""
     for item in items:
         live = "live" in item.path.parts
-        item.add_marker(pytest.mark.xdist_group("live" if live else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group(str(item.path.parent if live else item.path)))
         slow = live or not SLOW_STARTS.isdisjoint(getattr(item, "fixturenames", ()))
         if slow and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SLOW_START_LIMIT_S))

@@ -216,9 +216,9 @@ def picture_cases(per_cell: int) -> list[Case]:
 
 # Probe -> cells, and a maker of tasks of the same kind that are as short as a hand-off allows.
 _SHORT: dict[str, tuple[tuple[int, ...], Maker]] = {
-    "P2": (TEXT_PROBES["P2"][1], lambda r, n: _edge(r, n, r.randrange(210, 270))),
+    "P2": (TEXT_PROBES["P2"][1], lambda r, n: _edge(r, n, r.randrange(210, 240))),
     "P5": ((20, 24), TEXT_PROBES["P5"][2]),
-    "P6": ((2, 4), TEXT_PROBES["P6"][2]),
+    "P6": ((2, 4), lambda r, n: recall.growth(r, fill, n, 200)),
 }
 
 

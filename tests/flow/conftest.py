@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import shutil
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,6 +44,7 @@ module("tests/flow/engines.py")
 TOKEN = "a token of tests, 32 characters.."
 GREEDY = Sampling()
 PREFILL_EPOCHS = 1000  # so that a test can name decode's epochs as it likes
+HANG_S = 90.0  # nothing takes so long, however busy the machine is
 
 
 @pytest.fixture(scope="session")
@@ -60,13 +63,13 @@ def valkey(run_dir: str) -> Iterator[EmbeddedRedis]:
 
 
 class Yardstick:
-    """What one engine with the same keep answers, cold and alone."""
+    """What one engine with the same keep answers, cold and alone. It outlasts a module."""
 
     def __init__(self, model: str, checkpoint: str = "") -> None:
         self.model, self.checkpoint = model, checkpoint
         settings = EngineSettings(n_blocks=64, n_slots=1)
         self._llm = LLM(model, settings=settings, checkpoint=checkpoint)
-        self._turn = asyncio.Lock()
+        self._turn = threading.Lock()  # modules have loops of their own
         self._known: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self.keep_tokens = self._llm.keep_tokens
         self.geometry = self._llm.engine.geometry
@@ -81,18 +84,31 @@ class Yardstick:
     ) -> tuple[int, ...]:
         keep_tokens = keep_tokens or self.keep_tokens
         asked = (tuple(prompt), keep_tokens, sampling)
-        async with self._turn:
-            if len(self._known.get(asked, ())) < max_tokens:
-                # In a thread: a loop that stands still looks like a dead store and dead peers.
-                self._known[asked] = await asyncio.to_thread(self._run, *asked, max_tokens)
+        if len(self._known.get(asked, ())) < max_tokens:
+            # In a thread: a loop that stands still looks like a dead store and dead peers.
+            await asyncio.to_thread(self._run, *asked, max_tokens)
         return self._known[asked][:max_tokens]
+
+    def shown(self, prompt: Sequence[int], max_tokens: int, pictures: Any) -> tuple[int, ...]:
+        """The same of a prompt with pictures, up to its end mark; not to be run in a loop."""
+        with self._turn:
+            (done,) = self._llm.generate([prompt], max_tokens=max_tokens, pictures=[pictures])
+        return done.token_ids
 
     def _run(
         self, prompt: tuple[int, ...], keep_tokens: int, sampling: Sampling, max_tokens: int
-    ) -> tuple[int, ...]:
-        self._llm.keep_tokens = keep_tokens
-        (done,) = self._llm.generate([prompt], sampling, max_tokens, stop_token_ids=())
-        return done.token_ids
+    ) -> None:
+        asked = (prompt, keep_tokens, sampling)
+        with self._turn:
+            if len(self._known.get(asked, ())) >= max_tokens:
+                return  # somebody asked for the same meanwhile
+            self._llm.keep_tokens = keep_tokens
+            (done,) = self._llm.generate([prompt], sampling, max_tokens, stop_token_ids=())
+            self._llm.keep_tokens = self.keep_tokens
+            self._known[asked] = done.token_ids
+
+
+yardstick_of = functools.cache(Yardstick)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +117,7 @@ def yardstick(request: pytest.FixtureRequest) -> Yardstick:
     module says WITH_CHECKPOINT, of the folder that its fixture `checkpoint` makes."""
     with_weights = getattr(request.module, "WITH_CHECKPOINT", False)
     folder = request.getfixturevalue("checkpoint") if with_weights else ""
-    return Yardstick(request.module.MODEL, str(folder))
+    return yardstick_of(request.module.MODEL, str(folder))
 
 
 @pytest.fixture(scope="session")
@@ -161,14 +177,14 @@ class Call:
     def key(self) -> JobKey:
         return self.request.key
 
-    async def result(self, within_s: float = 30.0) -> tuple[int, ...]:
+    async def result(self, within_s: float = HANG_S) -> tuple[int, ...]:
         """The tokens of an attempt that must finish."""
         async with asyncio.timeout(within_s):
             await self.ended.wait()
         assert not self.failures, self.failures
         return tuple(self.token_ids)
 
-    async def failure(self, within_s: float = 30.0) -> JobFailed:
+    async def failure(self, within_s: float = HANG_S) -> JobFailed:
         """Why an attempt ended that must fail."""
         async with asyncio.timeout(within_s):
             await self.ended.wait()

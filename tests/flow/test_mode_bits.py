@@ -40,8 +40,8 @@ from headrace.model.slot_bytes import unpack_state
 N_OUT = 24
 GEOMETRY = {"t1": Geometry(32, 6, 6), "t2": Geometry(128, 6, 6)}
 # N = 500, keep 44: F = 456. Spans of 22 rows: over the ends of the blocks 0, 1 and 2 (376 is H and
-# the window's place, too), across F, ending at N.
-SPANS = (118, 245, 376, 446, 478)
+# the window's place, too), over two starts of a replay (224, 352), across F, ending at N.
+SPANS = (118, 210, 245, 345, 376, 446, 478)
 
 
 @pytest.fixture(scope="module")
@@ -239,11 +239,9 @@ class ByHand:
 
 # depth -> first row of prefill (R = 256) and of decode (R = 384)
 DEPTHS = {32: (224, 352), 64: (192, 320), 186: (70, 198)}
-# Over the starts and the hits of these: 224, 256, 352, 384; across F, at N.
-REPLAYED = (210, 245, 345, 376, 446, 478)
 
 
-@pytest.mark.parametrize("pictures", [(), REPLAYED], ids=["text", "pictures"])
+@pytest.mark.parametrize("pictures", [(), SPANS], ids=["text", "pictures"])
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_replay_equals_the_same_rows_laid_out_by_hand(
     trunks: dict[str, Trunk], depth: int, pictures: tuple[int, ...]

@@ -41,6 +41,7 @@ HEADRACE = str(Path(sys.executable).parent / "headrace")
 ENGINE_POOLS = (Role.VISION, Role.PREFILL, Role.DECODE)
 START_S = 420.0  # of a whole cluster: on a busy machine Ray needs several tries
 BACK_S = 240.0  # of one role, likewise
+SUSPECT_S = 2.0  # a promise: so soon nobody is sent to a killed replica any more
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,11 @@ class Live:
                 at = datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp()
                 found.append((at, said.partition(" -> ")[2]))
         return found
+
+    def assert_suspected(self, name: str, killed_s: float) -> None:
+        """That the router sent nobody to a replica any more soon after it was killed."""
+        since_s = [when - killed_s for when, state in self.changes(name) if state == "suspect"]
+        assert any(-0.01 < one < SUSPECT_S for one in since_s), since_s
 
     def records(self) -> list[dict[str, Any]]:
         """Every record the router wrote so far."""

@@ -44,16 +44,17 @@ def values(cluster: str, **changes: Any) -> dict[str, Any]:
             "model": "t1",
             "numerics": "invariant",
             "local_prefill_rows": 171,
-            # What a killed replica leased of the store is held for so long: longer than anybody is
-            # frozen here, and not the 30 s of every cluster, which tests would wait out.
-            "leases": {"handoff_s": 10.0},
+            # What a killed replica leased of the store is held for so long, and a silent one is a
+            # member: the former longer than anybody is frozen here, the latter shorter, and neither
+            # the 30 and 3 s of every cluster, which tests would wait out.
+            "leases": {"handoff_s": 6.0, "member_s": 2.0, "member_beat_s": 0.5},
         },
         "engine": {"n_blocks": 160, "n_slots": 8},
         "store": {"arena_bytes": 64 << 20, "ssd_bytes": 128 << 20, "segment_bytes": 8 << 20},
         # On a busy machine a start takes minutes, and an answer of Redis longer than 50 ms.
         "router": {"port": free_port(), "resume_wait_s": 180, "lookup_s": 0.5},
         "keys": [{"tenant": name} for name in ("one", "two", *(f"fresh-{i}" for i in range(100)))],
-        "times": {"restart_after_s": 6, "ready_s": 300, "drain_s": 40},
+        "times": {"restart_after_s": 5, "ready_s": 300, "drain_s": 40},
         **changes,
     }
 

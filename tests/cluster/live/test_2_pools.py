@@ -1,4 +1,4 @@
-"""Every pool killed and stopped under load. All other requests are answered as if nothing happened;
+"""Pools killed and stopped under load. All other requests are answered as if nothing happened;
 those in flight there go on elsewhere with the same text, or end with one explicit error."""
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ Crowd = Callable[..., Any]
 Ask = Callable[..., Any]
 Until = Callable[..., None]
 
-SUSPECT_S = 2.0  # a promise: so soon nobody is sent to a killed replica any more
-FREEZE_S = 4.0  # longer than a member's lease (3 s), shorter than the supervisor's patience
+FREEZE_S = 2.5  # longer than a member's lease (2 s), shorter than the supervisor's patience
 PICTURE_ERRORS = ("replica_lost", "no_replica", "pictures_missing", "overloaded")
 
 
@@ -64,19 +63,22 @@ def assert_serves(live: Live, ask: Ask, probes: tuple[Question, Question], name:
     pytest.fail(f"{name} takes no part in anything")
 
 
-# By default two at a time, with `-m slow` each alone. Never a prefill and a decode replica at once:
-# a request that has both would lose two replicas in a row, and who does is suspected. The next
-# pair's turn comes when every request of the turn before has ended; the leases of the dead run out
-# once for all of them.
-PAIRS = [("vision-0", "decode-0"), ("prefill-0", "store-0")]
-ALONE = [pytest.param([(name,)], marks=pytest.mark.slow) for pair in PAIRS for name in pair]
+# By default three at a time, with `-m slow` each alone. Never a prefill and a decode replica: a
+# request that has both would lose two replicas in a row, and who does is suspected. What is missing
+# by default is in test_2_resume.py: decode replicas killed, the prefill replica stopped.
+KILLED, STOPPED = ("vision-0", "prefill-0", "store-0"), ("vision-0", "decode-0", "store-0")
+ALONE = [("vision-0",), ("prefill-0",), ("decode-0",), ("store-0",)]
+
+
+def slow(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
 
 
 def ids_of(value: list[tuple[str, ...]]) -> str:
     return ", then ".join(" ".join(names) for names in value)
 
 
-@pytest.mark.parametrize("turns", [PAIRS, *ALONE], ids=ids_of)
+@pytest.mark.parametrize("names", [KILLED, *map(slow, ALONE)], ids=" ".join)
 def test_killed_under_load(
     live: Live,
     mixed: list[Question],
@@ -84,34 +86,31 @@ def test_killed_under_load(
     crowd: Crowd,
     ask: Ask,
     until: Until,
-    turns: list[tuple[str, ...]],
+    names: tuple[str, ...],
 ) -> None:
     live.settled()
-    every = tuple(name for names in turns for name in names)
-    before = {name: live.role(name) for name in every}
-    at_s = {}
-    for names in turns:
-        with crowd(live, mixed) as load:
-            load.more(2)
-            busy(live, names, until)
-            at_s |= dict.fromkeys(names, time.time())
-            live.kill(*(before[name]["pid"] for name in names))
-            load.more(3)
-            back = lambda: all(reborn(live, before[name]) for name in names)  # noqa: B023, E731
-            until(back, 180.0, "not back")
-            load.more(2)
-        load.check(may_fail(names))
-    for name in set(every) - {"store-0"}:  # routers have no link to the store
-        since_s = [when - at_s[name] for when, state in live.changes(name) if state == "suspect"]
-        assert any(-0.01 < one < SUSPECT_S for one in since_s), since_s
+    before = {name: live.role(name) for name in names}
+    with crowd(live, mixed) as load:
+        load.more(2)
+        busy(live, names, until)
+        killed_s = time.time()
+        live.kill(*(before[name]["pid"] for name in names))
+        load.more(3)
+        until(lambda: all(reborn(live, before[name]) for name in names), 180.0, "not back")
+        load.more(2)
+    load.check(may_fail(names))
+    for name in set(names) - {"store-0"}:  # routers have no link to the store
+        live.assert_suspected(name, killed_s)
     live.settled()
-    for name in every:
+    for name in names:
         assert live.role(name)["pid"] != before[name]["pid"]
         assert_serves(live, ask, probes, name)
     live.settled()
 
 
-@pytest.mark.parametrize("turns", [[*PAIRS, ("router-0",)], *ALONE], ids=ids_of)
+@pytest.mark.parametrize(
+    "turns", [[STOPPED, ("router-0",)], *(slow([one]) for one in ALONE)], ids=ids_of
+)
 def test_stopped_under_load_and_let_go(
     live: Live,
     mixed: list[Question],

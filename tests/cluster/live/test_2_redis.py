@@ -15,7 +15,7 @@ Live = Any  # the cluster of conftest.py
 Question = Any  # of crowd.py
 Until = Callable[..., None]
 
-FREEZE_S = 4.0  # longer than the lease of a membership record
+FREEZE_S = 2.5  # longer than the lease of a membership record
 
 
 def run_id(live: Live) -> str:
@@ -25,7 +25,8 @@ def run_id(live: Live) -> str:
     return str(client.info("server")["run_id"])
 
 
-@pytest.mark.parametrize("how", ["killed", "frozen"])
+# By default test_2_faults.py freezes it in a hand-off, and tests/faults/roles without Ray.
+@pytest.mark.parametrize("how", ["killed", pytest.param("frozen", marks=pytest.mark.slow)])
 def test_redis_under_load(
     live: Live,
     mixed: list[Question],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ Begin = Callable[..., Any]
 Ids = Callable[[str, int], list[int]]
 Until = Callable[..., None]
 
-N_TOKENS = 150  # of an answer: seconds, time to do harm in
+N_TOKENS = 90  # of an answer: a second or two, time to do harm in
 
 
 def streaming(asked: list[Any], until: Until) -> None:
@@ -38,12 +39,16 @@ def test_streams_outlive_their_decode_replica_and_then_all_of_them(
     """With one gone they go on at the other one. With none left, what streams waits for one to come
     back and goes on, and what is new is refused with a reason."""
     live.settled()
-    lost = one_is_killed(live, questions, begin, seeded, ids, until)
+    names = [f"{kind} {i}" for i in (0, 1) for kind in ("greedy", "seeded")]
+    prompts = [ids(f"outlives {name}", 300) for name in names]  # none of these answers ends early
+    asked = both_kinds(questions, seeded, prompts)
+    lost = one_is_killed(live, asked, begin, until)
     until(
         lambda: live.role(lost["name"])["boot_id"] not in ("", lost["boot_id"]), 180.0, "not back"
     )
     until(lambda: routable(live) == 2, 30.0, "not reached")
-    all_are_killed(live, questions, begin, ask, seeded, ids, until)
+    (short,) = questions.plain([ids("left", 300)], 6)
+    all_are_killed(live, asked[:2], short, begin, ask, until)
 
 
 def routable(live: Live) -> float:
@@ -52,17 +57,14 @@ def routable(live: Live) -> float:
     return count
 
 
-def one_is_killed(
-    live: Live, questions: Questions, begin: Begin, seeded: Any, ids: Ids, until: Until
-) -> dict[str, Any]:
+def one_is_killed(live: Live, long: list[Any], begin: Begin, until: Until) -> dict[str, Any]:
     """The role that was killed, as it was before."""
-    names = [f"{kind} {i}" for i in (0, 1) for kind in ("greedy", "seeded")]
-    prompts = [ids(f"outlives {name}", 300) for name in names]  # none of these answers ends early
     known = len(live.records())
     before = {role["name"]: role for role in live.roles() if role["role"] == "decode"}
-    asked = [begin(live, one) for one in both_kinds(questions, seeded, prompts)]
+    asked = [begin(live, one) for one in long]
     streaming(asked, until)
     running = [name for name in before if live.metric("headrace_replica_requests", replica=name)]
+    killed_s = time.time()
     live.kill(before[running[0]]["pid"])
     answers = [one.end() for one in asked]
     assert [answer.right for answer in answers] == [True] * 4, answers
@@ -71,16 +73,15 @@ def one_is_killed(
     resumed = [record for record in records if record["resumes"]]
     assert resumed and all(record["completion_tokens"] == N_TOKENS for record in records)
     assert all(record["decode"] != running[0] or len(running) == 1 for record in resumed)
+    live.assert_suspected(running[0], killed_s)
     lost: dict[str, Any] = before[running[0]]
     return lost
 
 
 def all_are_killed(
-    live: Live, questions: Questions, begin: Begin, ask: Any, seeded: Any, ids: Ids, until: Until
+    live: Live, long: list[Any], short: Any, begin: Begin, ask: Any, until: Until
 ) -> None:
     known = len(live.records())
-    prompts = [ids(f"left {i}", 300) for i in range(3)]
-    long, (short,) = both_kinds(questions, seeded, prompts[:2]), questions.plain(prompts[2:], 6)
     before = {name: live.role(name) for name in ("decode-0", "decode-1")}
     asked = [begin(live, one) for one in long]
     streaming(asked, until)

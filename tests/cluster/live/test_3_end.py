@@ -75,9 +75,13 @@ def flip_in_arena(live: Live, payload: bytes, offset: int) -> None:
     assert flipped == 1
 
 
+@pytest.mark.parametrize("under", ["one process", pytest.param("Ray", marks=pytest.mark.slow)])
 def test_everything_killed_then_up_again_serves_from_disk(
-    live: Live, beside: Live, llm: LLM, ids: Ids, talk: Conversation, until: Until
+    live: Live, beside: Live, llm: LLM, ids: Ids, talk: Conversation, until: Until, under: str
 ) -> None:
+    """By default the cluster in one process, which starts in a quarter of the time that Ray takes;
+    the other one goes on untouched."""
+    live, other, least = (live, beside, 10) if under == "Ray" else (beside, live, 2)
     on_disk, in_memory = ids("hurt on disk", 1000), ids("hurt in memory", 1000)
     want = llm.generate([on_disk, in_memory], max_tokens=4)
     assert live.complete(talk.first, 8).text == talk.answer.text
@@ -86,12 +90,12 @@ def test_everything_killed_then_up_again_serves_from_disk(
     until(lambda: live.stat().pending == 0, 20.0, "not durable")
     payload, _ = stored_block(live, llm, on_disk, 5)
 
-    before, others = live.members(), {process.pid for process in beside.members()}
-    assert len(before) > 10
+    before, others = live.members(), {process.pid for process in other.members()}
+    assert len(before) >= least
     for process in before:
         os.kill(process.pid, signal.SIGKILL)
     until(lambda: not live.members(), 10.0, "a process lives on")
-    assert {process.pid for process in beside.members()} == others
+    assert {process.pid for process in other.members()} == others
     flip_on_disk(live.run.store_directory, payload)
 
     assert "is ready at" in live.up().stdout
@@ -116,6 +120,7 @@ def test_everything_killed_then_up_again_serves_from_disk(
         rows = got.record["prefill_rows"] + got.record["encoder_rows"]
         assert 1000 - 5 * BLOCK_TOKENS <= rows < 1000
     live.settled()
+    assert {process.pid for process in other.members()} == others
 
 
 def test_streams_go_on_when_the_head_of_ray_is_killed(

@@ -100,7 +100,7 @@ VALUES: dict[str, Any] = {
     "store": {"arena_bytes": 32 << 20, "ssd_bytes": 64 << 20, "segment_bytes": 8 << 20},
     "router": {"port": 0, "queue_ahead": 0, "resume_wait_s": 180},
     "keys": [{"tenant": "one"}],
-    "times": {"drain_s": 4},
+    "times": {"drain_s": 3},
 }
 
 

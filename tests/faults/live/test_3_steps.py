@@ -17,6 +17,7 @@ Ids = Callable[[str, int], list[int]]
 HIT = 30  # steps of the process: its streams have all begun, and none has ended
 
 
+@pytest.mark.slow  # by default tests/faults/roles/test_guilty.py and tests/engine/test_faults.py
 def test_a_bad_step_costs_at_most_the_one_at_fault(
     plain: Plain, questions: Questions, begin: Begin, ask: Any, ids: Ids
 ) -> None:

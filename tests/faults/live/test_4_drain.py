@@ -64,14 +64,19 @@ def test_a_router_drains(
     assert ask(plain, late).right
 
 
+@pytest.fixture(scope="module")
+def three(questions: Questions, ids: Ids) -> list[Any]:
+    made: list[Any] = questions.plain([ids(f"ends {i}", 300) for i in range(3)], 60)
+    return made
+
+
 @pytest.mark.parametrize("others", [True, False], ids=["another", "nobody"])
 def test_a_decode_replica_ends_with_streams_open(
-    plain: Plain, questions: Questions, begin: Begin, ids: Ids, others: bool
+    plain: Plain, three: list[Any], begin: Begin, others: bool
 ) -> None:
     """They go on with the same text: on another one, or on the next life of the only one."""
     plain.just("decode-0", *["decode-1"] * others)
-    prompts = [ids(f"ends {others} {i}", 300) for i in range(3)]
-    asked = [begin(plain, one) for one in questions.plain(prompts, 60)]
+    asked = [begin(plain, one) for one in three]
     streaming(plain, asked)
     name = next(r["name"] for r in plain.roles() if r["role"] == "decode" and r["requests"])
     known = plain.metric("headrace_retries_total")

@@ -68,7 +68,7 @@ BOUNDS = {
 }
 
 
-SLOW = ("one, a crash and a timeout", "two, a timeout")
+SLOW = ("one, a crash and a timeout", "one, an abort and a crash", "two, a timeout")
 
 
 @pytest.mark.parametrize(

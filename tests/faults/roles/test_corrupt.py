@@ -49,7 +49,7 @@ async def test_a_thousand_healthy_loads_and_then_some_that_are_not(
         assert not wrong
 
 
-@pytest.mark.parametrize("share", ["1.0", "0.01", "0.2"])
+@pytest.mark.parametrize("share", ["1.0", "0.01", pytest.param("0.2", marks=pytest.mark.slow)])
 async def test_texts_are_right_whatever_is_damaged(
     service: Any, prompt: Any, kinds: Any, share: str
 ) -> None:

@@ -12,7 +12,7 @@ from headrace.core import faults
 from headrace.core.limits import EdgeLimits, LeaseTimes
 
 MODEL = "toy"
-DEADLINE_S = 4.0
+DEADLINE_S = 3.0
 DEPLOYMENT = {
     "leases": LeaseTimes(handoff_s=8.0, member_s=8.0),
     "edge": EdgeLimits(request_deadline_s=DEADLINE_S),

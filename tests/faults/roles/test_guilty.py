@@ -17,11 +17,22 @@ POINTS = [
 ]
 CASES = [(point, "assert") for point in POINTS]
 CASES += [("engine.step", "memory"), ("engine.step", "nan"), ("decode.load", "memory")]
+# Other exceptions there are by default in tests/flow/roles/test_cancel.py.
+SLOW = {
+    *("prefill.seal=assert", "prefill.announce=assert", "decode.accept=assert"),
+    *("decode.first_token=assert", "decode.load=memory"),
+}
 # Whose failure another attempt, a single step or a row more makes good.
 HARMLESS = {"decode.load", "store.seal"}
 
 
-@pytest.mark.parametrize(("point", "action"), CASES, ids=["=".join(case) for case in CASES])
+@pytest.mark.parametrize(
+    ("point", "action"),
+    [
+        pytest.param(*case, id="=".join(case), marks=[pytest.mark.slow] * ("=".join(case) in SLOW))
+        for case in CASES
+    ],
+)
 async def test_one_request_is_harmed_at_most(
     service: Any, prompt: Any, kinds: Any, point: str, action: str
 ) -> None:

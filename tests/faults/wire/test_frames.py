@@ -19,7 +19,7 @@ from headrace.core.limits import EdgeLimits, LeaseTimes
 
 MODEL = "toy"
 DEPLOYMENT = {
-    "leases": LeaseTimes(handoff_s=3.0, member_s=8.0),
+    "leases": LeaseTimes(handoff_s=2.0, member_s=8.0),
     "edge": EdgeLimits(request_deadline_s=38.0),
 }
 ROUTER = {"retries": 6}  # an attempt that a busy machine was too slow for is not the frame's
@@ -61,7 +61,7 @@ async def ask_all(service: Any, prompt: Any, exactly: bool) -> list[Any]:
     return list(await asyncio.gather(*calls))
 
 
-@modes_and_seeds(*((m, 1) for m in MODES), ("exact", 2))
+@modes_and_seeds(*((m, 1) for m in MODES))
 async def test_doubled_and_overtaken_frames_change_nothing(
     service: Any, proxy: Any, prompt: Any, kinds: Any, seed: int
 ) -> None:
@@ -151,7 +151,7 @@ async def test_every_kind_of_frame_late(
     """Longer than every lease here: what comes then is of an older epoch, or news to nobody."""
     cases = [*one_of_each(mode), first("DecodeJob")]
     prompts = [prompt(300 + 20 * i, f"late {i}") for i in range(len(cases))]
-    await each_meets(service, proxy, kinds, prompts, cases, proxy.later(4.0))
+    await each_meets(service, proxy, kinds, prompts, cases, proxy.later(3.0))
 
 
 @modes(*MODES)
@@ -180,5 +180,5 @@ async def test_a_rule_that_meets_no_frame_is_a_fault_that_missed(
         answers.append(await service.check(prompt(300, "control")))
 
     with pytest.raises(kinds.FaultMissed, match=f"{kind}: it took no effect"):
-        await kinds.Scenario(load, [effect], [], within_s=2.0).run()
+        await kinds.Scenario(load, [effect], [], within_s=1.0).run()
     await service.pulse()

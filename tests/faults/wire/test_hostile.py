@@ -187,9 +187,9 @@ async def test_places_that_no_store_gave_are_of_no_use(
     """Decode writes only into blocks that it chose itself, and only what verifies. Places of
     another store say nothing here: decode asks its own store for the digests, which has them."""
     cluster, decode = service.cluster, service.cluster.decodes[0]
-    ids = prompt(300, f"places {change}")
+    ids, domain = prompt(300, "places"), f"places {change}"
     # Places as a store gives them, of this very prompt: by way of the other decode replica.
-    request = cluster.request(ids)
+    request = cluster.request(ids, domain=domain)
     await (await cluster.local(request, decode=1)).result()
     await cluster.at_rest(5.0)
     await cluster.written()
@@ -210,7 +210,7 @@ async def test_places_that_no_store_gave_are_of_no_use(
     )
     counts = decode.work.counts
     damaged, fetched = counts.damaged, counts.fetched_blocks
-    again = cluster.request(ids)
+    again = cluster.request(ids, domain=domain)
     call = await cluster.router.send(again, cluster.to_decode[0], prefill_name="prefill-9")
     p = record_position(300, again.keep_tokens)
     await liar.link.send(BlocksReady(again.key, 0, again.digests, wrong))

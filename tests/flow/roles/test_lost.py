@@ -1,5 +1,6 @@
-"""Processes that die or stop in the middle of a hand-off: the right text under another attempt, or
-one explicit failure, and everything held comes back. Every fault is seen to have taken effect."""
+"""Processes that die or stop in the middle of a hand-off, and a request lost twice: the right
+text under another attempt, or one explicit failure, and everything held comes back. Every fault is
+seen to have taken effect."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.core.rows import floor_grain
+from headrace.core import faults
+from headrace.core.ids import new_request_id
+from headrace.core.rows import floor_grain, plan_resume
 from headrace.prefill.jobs import JobState
 
 MODEL = "toy"
@@ -21,8 +24,10 @@ PROCESSES = {
 }
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.fault]
 
+LONG = "the same in several domains"  # a prompt
 
-async def until(condition, within_s: float = 20.0) -> None:
+
+async def until(condition, within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.002)
@@ -39,8 +44,8 @@ def state(pid: int) -> str:
 async def test_a_prefill_that_dies_in_the_middle(cluster, yardstick, prompt, processes) -> None:
     process = processes["prefill-5"]
     to_prefill = await cluster.router.connect(process.address)
-    ids = prompt(1500, "prefill dies")
-    request = cluster.request(ids)
+    ids = prompt(1500, LONG)
+    request = cluster.request(ids, domain="prefill dies")
     first = await cluster.router.send(
         request,
         cluster.to_decode[0],
@@ -54,7 +59,8 @@ async def test_a_prefill_that_dies_in_the_middle(cluster, yardstick, prompt, pro
     await until(lambda: to_prefill.link.closed)
 
     second = await cluster.handoff(
-        cluster.request(ids, epoch=1, request_id=request.request_id), decode=1
+        cluster.request(ids, epoch=1, request_id=request.request_id, domain="prefill dies"),
+        decode=1,
     )
     assert await second.result() == await yardstick.text(ids, 8)
     # What the dead one had sealed is found by the next attempt.
@@ -121,15 +127,39 @@ async def test_a_decode_that_dies_under_a_running_prefill_is_replaced(
     await cluster.at_rest()
 
 
+async def test_a_second_loss_is_resumed_too_and_by_hand_off(cluster, yardstick, prompt) -> None:
+    """More was generated than keep and than the decoder's reach, so D lies above F; the last
+    attempt gets the prompt's blocks from a prefill replica."""
+    ids, n_more, given = prompt(300, "long answer"), 76, 71
+    text = await yardstick.text(ids, n_more)
+    reach = 32 + 31
+    assert given > reach > cluster.keep_tokens
+    request_id, got = new_request_id(), list(text[:given])
+    faults.arm("decode.token=raise@2")
+    request = cluster.request(ids, n_more, epoch=1, request_id=request_id)
+    call = await cluster.local(request, decode=0, generated=got)
+    await call.failure()
+    assert faults.fired("decode.token") == 1
+    got += call.token_ids
+    assert tuple(got) == text[: given + 2]
+    request = cluster.request(ids, n_more, epoch=2, request_id=request_id)
+    call = await cluster.handoff(request, decode=1, generated=got)
+    assert await call.result() == text[given + 2 :]
+    plan = plan_resume(302 + given, 256, 300 - cluster.keep_tokens, (256,), yardstick.geometry)
+    assert plan.decoder_start == 302 + given - reach
+    assert call.times.decoder_rows == plan.decoder_rows == reach
+    await cluster.at_rest()
+
+
 async def test_redis_stopped_during_a_handoff_changes_nothing(
     cluster, yardstick, prompt, valkey
 ) -> None:
-    ids = prompt(1500, "redis stops")
+    ids = prompt(1500, LONG)
     before = cluster.prefill.driver.stats.encoder_rows_total
     valkey.process.send_signal(signal.SIGSTOP)
     try:
         await until(lambda: state(valkey.process.pid) == "T")
-        call = await cluster.handoff(cluster.request(ids))
+        call = await cluster.handoff(cluster.request(ids, domain="redis stops"))
         assert await call.result() == await yardstick.text(ids, 8)
         assert state(valkey.process.pid) == "T"
     finally:
@@ -147,13 +177,13 @@ async def test_a_store_that_dies_in_the_middle(
     cluster_with_store_process, yardstick, prompt, rows_before: int
 ) -> None:
     cluster, store = cluster_with_store_process
-    ids = prompt(1500, f"store dies {rows_before}")
+    ids, domain = prompt(1500, LONG), f"store dies {rows_before}"
     before = cluster.prefill.driver.stats.encoder_rows_total
-    call = await cluster.handoff(cluster.request(ids))
+    call = await cluster.handoff(cluster.request(ids, domain=domain))
     await until(lambda: cluster.prefill.driver.stats.encoder_rows_total >= before + rows_before)
     os.kill(store.pid, signal.SIGKILL)
     assert await store.ended() == -signal.SIGKILL and gone(store.pid)
-    await asyncio.wait_for(call.ended.wait(), 30)
+    await asyncio.wait_for(call.ended.wait(), 60)
     if call.failures:
         assert call.failures[0].retryable and not call.token_ids
     else:
@@ -161,7 +191,7 @@ async def test_a_store_that_dies_in_the_middle(
     await until(lambda: not cluster.prefill.store.connected)
     await cluster.at_rest()
     # Serving goes on without a store, and with the next one.
-    again = await cluster.handoff(cluster.request(ids))
+    again = await cluster.handoff(cluster.request(ids, domain=domain))
     assert await again.result() == await yardstick.text(ids, 8)
     await store.start()
     await until(lambda: all(r.store.connected for r in (cluster.prefill, *cluster.decodes)))

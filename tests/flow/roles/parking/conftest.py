@@ -20,7 +20,7 @@ SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=7)
 STREAMS = ((40, 30), (125, 12), (256, 20), (250, 9), (300, 25), (377, 16))
 
 
-async def until(condition: Any, within_s: float = 30.0) -> None:
+async def until(condition: Any, within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.001)
@@ -59,9 +59,10 @@ class Streams:
     async def begin(
         self, prompt: Any, seed: str, streams: Any = STREAMS, *, local: bool = False
     ) -> None:
+        """The same prompts and texts whatever `seed`, which names a cache domain of their own."""
         for i, (n_tokens, max_tokens) in enumerate(streams):
-            ids, sampling = prompt(n_tokens, f"{seed} {i}"), SEEDED if i % 2 else Sampling()
-            request = self.cluster.request(ids, max_tokens, sampling=sampling)
+            ids, sampling = prompt(n_tokens, f"stream {i}"), SEEDED if i % 2 else Sampling()
+            request = self.cluster.request(ids, max_tokens, sampling=sampling, domain=seed)
             send = self.cluster.handoff if i % 3 and not local else self.cluster.local
             self.calls.append((await send(request, self.number), ids, max_tokens, sampling))
 
@@ -73,7 +74,7 @@ class Streams:
         stopped = asyncio.create_task(self.decode.driver.call(go_on.wait))
         try:
             yield
-            await until(lambda: self.all_arrived, 60.0)
+            await until(lambda: self.all_arrived)
         finally:
             go_on.set()
             await stopped
@@ -81,7 +82,7 @@ class Streams:
     async def texts_are_those_of_streams_alone(self) -> None:
         for call, ids, max_tokens, sampling in self.calls:
             text = await self.yardstick.text(ids, max_tokens, None, sampling)
-            assert await call.result(60) == text
+            assert await call.result() == text
 
     def no_row_ran_twice(self) -> None:
         """Rows before the first token as each call tells them, and one for every further token."""
@@ -117,7 +118,7 @@ def streams(yardstick: Any) -> Callable[..., Streams]:
 
 @pytest.fixture(scope="session")
 def wait_until() -> Callable[..., Awaitable[None]]:
-    """`await wait_until(condition)`, for at most 30 s."""
+    """`await wait_until(condition)`, for at most 60 s."""
     return until
 
 
