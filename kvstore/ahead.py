@@ -61,11 +61,12 @@ class Asker(Protocol):
 
 class Stock:
     """One connection's slots for blocks of one domain. `unanswered` counts blocks that were
-    committed and not yet acknowledged. Used from one event loop."""
+    committed and not yet acknowledged. Used from one event loop, until `end`."""
 
     def __init__(self, asker: Asker) -> None:
         self.unanswered = 0
-        self._asker = asker
+        self._asker: Asker = asker
+        self._open = True
         self._old_s = min(OLD_S, asker.reserve_s / OLD_SHARE)
         # Grant, slot, generation, and when it was asked for: the store counts from soon after.
         self._slots: deque[tuple[int, int, int, float]] = deque()
@@ -86,6 +87,18 @@ class Stock:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def end(self) -> None:
+        """The connection has ended: hold nothing, and let go of it, which has this stock. A circle
+        would keep the arena of a store that went away mapped until the collector comes by.
+        Idempotent."""
+        if self._open:
+            self._open = False
+            self._slots.clear()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            del self._asker
+
     async def ready(self, kind: Kind, domain: bytes, count: int) -> bool:
         """Whether `put` may be called now for so many blocks. Waits for slots that were asked for,
         and asks for some when blocks of one domain come in a row.
@@ -102,15 +115,19 @@ class Stock:
             self._row, self._began_s, self._bound = 0, now_s, _NO_BOUND
         self._row += count
         self._last_s, self._domain = now_s, domain
-        good = self._row > IN_A_ROW and not self._known and self._asker.open
+        good = self._row > IN_A_ROW and not self._known and self._is_open
         if good and not self._holds(count):
             self._ask(count)
             if self._asked is not None:
                 await asyncio.wait((self._asked,), timeout=WAIT_S)
-            good = domain == self._domain and self._asker.open and self._holds(count)
+            good = domain == self._domain and self._is_open and self._holds(count)
         if not good and domain == self._domain:
             self.give_back()
         return good
+
+    @property
+    def _is_open(self) -> bool:
+        return self._open and self._asker.open
 
     def _holds(self, count: int) -> bool:
         """Whether there are so many slots that are good for long enough."""
@@ -234,7 +251,7 @@ class Stock:
     def _granted(self, done: asyncio.Future[Any], domain: bytes, more: int, asked_s: float) -> None:
         self._asked = None
         answer = None if done.cancelled() or done.exception() is not None else done.result()
-        if answer is None:
+        if answer is None or not self._open:
             return
         slots = _slots_of(answer, self._asker.arena.region(Kind.KV))
         if slots is None:
@@ -269,7 +286,8 @@ class Stock:
             return
         answer = done.result()
         if not isinstance(answer, Done):
-            self._asker.abort()
+            if self._open:
+                self._asker.abort()
         elif not answer.good:
             self._known = True
 

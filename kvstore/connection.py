@@ -85,6 +85,7 @@ class Connection:
             if not call.done():
                 call.set_exception(StoreGone())
         self._calls.clear()
+        self.ahead.end()
 
     def post(self, message: Any) -> None:
         """Send without waiting for anything; lost when the connection has ended."""

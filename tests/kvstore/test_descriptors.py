@@ -77,3 +77,32 @@ async def test_lives_and_starts_that_fail_leave_none(rig, things, when_idle, wai
         # off until the next one begins.
         before = before or count()
     await settled(wait_until, before)
+
+
+async def test_a_client_that_goes_lets_go_of_the_arena_uncollected(rig, things, wait_until):
+    """A store that is started anew has another arena: clients must not keep those before it."""
+    await rig.start()
+    before, mapped = gc.get_threshold(), mappings()
+    gc.set_threshold(0)
+    try:
+        client = StoreClient(rig.role.listen, TOKEN, things.namespace)
+        assert await client.connect(10.0)
+        assert mappings() == mapped + 1
+        for begin in range(0, 96, 8):  # a row: slots are held in advance
+            await client.put(Kind.KV, things.blocks(*range(begin, begin + 8)))
+        assert len(client._connection.ahead) > 0
+        await client.close()
+        del client
+
+        async def gone() -> bool:
+            return mappings() == mapped
+
+        await wait_until(gone, "the arena stays mapped")
+    finally:
+        gc.set_threshold(*before)
+
+
+def mappings() -> int:
+    """How many arenas this process has mapped."""
+    with open("/proc/self/maps", encoding="ascii") as lines:
+        return sum("headrace" in line and "(deleted)" in line for line in lines)
