@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import TypeAlias
 
 from headrace.core.ids import Digest
 from headrace.core.states import Visibility
@@ -15,13 +16,25 @@ from headrace.kvstore.objects import Entry, Saving, object_key
 from headrace.kvstore.settings import Kind
 from headrace.kvstore.state import StoreState
 
+# Of an object that another store has: digest | block | payload bytes | checksum | written at |
+# parent | domain.
+Told: TypeAlias = tuple[bytes, int, int, int, int, bytes, bytes]
 
-def copy_of(facts: ObjectFacts, checksum: int, written_at_s: int) -> Entry:
-    """An entry that no state knows yet. Its owner keeps the object on disk and lists it: this copy
-    lives in the arena only."""
-    key = object_key(facts.kind, facts.namespace, facts.digest)
-    given_up = Saving.GIVEN_UP
-    return Entry(key, facts, checksum, written_at_s, Visibility.SEALED, given_up, copy=True)
+
+def offered_copies(kind: Kind, namespace: bytes, told: Iterable[Told | None]) -> list[Entry | None]:
+    """Entries that no state knows yet, None for None. Their owner keeps the objects on disk and
+    lists them: these copies live in the arena only."""
+    before, sealed, given_up = object_key(kind, namespace, b""), Visibility.SEALED, Saving.GIVEN_UP
+    out: list[Entry | None] = []
+    for one in told:
+        if one is None:
+            out.append(None)
+            continue
+        digest, block, size, total, written_at_s, parent, domain = one
+        about = (Digest(digest), Digest(parent), block, domain, size)
+        facts = ObjectFacts(kind, namespace, *about)
+        out.append(Entry(before + digest, facts, total, written_at_s, sealed, given_up, copy=True))
+    return out
 
 
 def take_slots(state: StoreState, copies: Sequence[Entry]) -> list[int]:

@@ -142,7 +142,8 @@ class Opening:
         """While this lasts, those of `digests` that only other stores had are held here."""
         missing: list[Digest] = []
         if self.peers is not None and kind is not Kind.STATE:
-            missing = [d for d in digests if self._state.find(kind, namespace, d) is None]
+            before, known = object_key(kind, namespace, b""), self._state.objects
+            missing = [digest for digest in digests if before + digest not in known]
         if self.peers is None or not missing:
             yield
             return
@@ -175,8 +176,9 @@ class Opening:
         if lease is not None and count:
             self._state.hold(lease, entries[:count])
         # Head last: it leaves the arena after its tail. What could not be had is used all the same.
-        for entry, *how in reversed(tuple(zip(entries, again, here, strict=True))):
-            self._state.use(entry, again=how[0], here=how[1])
+        use = self._state.use
+        for entry, anew, was_here in reversed(tuple(zip(entries, again, here, strict=True))):
+            use(entry, again=anew, here=was_here)
 
     def _told(self, entries: Sequence[Entry | None]) -> bytes:
         """Where these lie, which are in the arena now; None: no place."""

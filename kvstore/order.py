@@ -102,6 +102,18 @@ class LeaveOrder(Generic[T]):
         self._put(item, standing)
         return True
 
+    def allow_all(self, items: Iterable[T]) -> bool:
+        """As `allow`, one after another; whether any could not leave before."""
+        turn, now_s = self._turns, self._clock.now_s()
+        for item in items:
+            standing = self._standing[item]
+            if not standing.waits:
+                turn += 1
+                standing.turn, standing.used_at_s, standing.waits = turn, now_s, True
+                self._queue(standing)[item] = None
+        changed, self._turns = turn > self._turns, turn
+        return changed
+
     def forbid(self, item: T) -> None:
         """The object is held or in use. For one that is no resident this does nothing."""
         standing = self._standing.get(item)

@@ -38,7 +38,7 @@ from headrace.kvstore.state import StoreState
 log = logging.getLogger(__name__)
 _BATCH_BYTES = 8 << 20
 _FIRST_KEYS = 128  # of a chain's first look-up; each further one is four times as long
-_THREADS = 4
+_THREADS = 6  # two stores' transfers: of one that hangs, and of another
 _HUNG_S = 2.0  # after the deadline: time to give slots back, as far as they can be
 _PEERS = 256  # addresses remembered: every restart of a store may bring a new one
 
@@ -214,7 +214,7 @@ class Peers:
             log.error("a transfer failed", exc_info=work.exception())
 
     async def _in_turn(self, peer: Peer, transfer: Transfer) -> None:
-        async with peer.turns:  # more at a time only fill the sockets' buffers
+        async with peer.turns:
             await transfer.run()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

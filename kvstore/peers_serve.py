@@ -36,7 +36,7 @@ from headrace.kvstore.settings import Kind
 from headrace.kvstore.state import StoreState
 
 log = logging.getLogger(__name__)
-_CONNECTIONS = 64  # of all stores together; one more is closed at its first message
+_CONNECTIONS = 96  # of all stores together; one more is closed at its first message
 # Who has not shown the cluster's token yet is a stranger: few of them, and not for long, so that
 # nobody without the token keeps a store out. One more takes the place of the oldest.
 _STRANGERS = 16
@@ -48,10 +48,13 @@ _Found: TypeAlias = list[Entry | None]
 
 
 class _Lent(NamedTuple):
-    """What follows, pinned; and what an Offer says of each digest that was asked for."""
+    """What follows, pinned; and what a thread needs to send it, so that it touches no entry: what
+    two cores use in turn costs both of them more."""
 
     entries: list[Entry]
     present: bytes
+    facts: bytes
+    payloads: list[memoryview]
 
 
 class PeerServer:
@@ -201,17 +204,15 @@ class PeerServer:
         except TimeoutError:
             told.cancel()
             raise
-        held = lent.entries
+        about = (lent.present, lent.facts, checksum(lent.facts))
         try:
-            peer.send(self._offer(fetch, lent), self._payloads(fetch.kind, held))
-            self.sent += len(held)
-            self.sent_bytes += sum(entry.facts.payload_bytes for entry in held)
+            peer.send(Offer(fetch.call, fetch.kind, fetch.namespace, *about), lent.payloads)
+            self.sent += len(lent.entries)
+            self.sent_bytes += sum(map(len, lent.payloads))
         finally:
-            self._loop.call_soon_threadsafe(self._state.unpin_all, held)
+            self._loop.call_soon_threadsafe(self._state.unpin_all, lent.entries)
 
-    def _offer(self, fetch: Fetch, lent: _Lent) -> Offer:
-        facts = b"".join(map(pack_facts, lent.entries))
-        return Offer(fetch.call, fetch.kind, fetch.namespace, lent.present, facts, checksum(facts))
+    # on the loop
 
     def _payloads(self, kind: Kind, held: Sequence[Entry]) -> list[memoryview]:
         if not held:  # perhaps of a kind that has no slots here
@@ -223,8 +224,6 @@ class PeerServer:
             for entry in held
             if entry.slot is not None  # each: it is pinned
         ]
-
-    # on the loop
 
     def _lend(self, fetch: Fetch, digests: Sequence[Digest], told: Future[_Lent]) -> None:
         """Tell what is here of `digests`, held in the arena; of blocks the leading ones."""
@@ -273,8 +272,10 @@ class PeerServer:
         self, told: Future[_Lent], found: _Found, fetch: Fetch, digests: Sequence[Digest]
     ) -> None:
         held = [entry for entry in found if entry is not None]
+        present, facts = self._present(found, fetch, digests), b"".join(map(pack_facts, held))
+        lent = _Lent(held, present, facts, self._payloads(fetch.kind, held))
         if told.set_running_or_notify_cancel():
-            told.set_result(_Lent(held, self._present(found, fetch, digests)))
+            told.set_result(lent)
         else:  # nobody waits any more
             self._state.unpin_all(held)
 

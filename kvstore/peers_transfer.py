@@ -9,15 +9,17 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from headrace.core.errors import HeadraceError, WireError
+from headrace.core.ids import Digest
 from headrace.core.limits import WireLimits
 from headrace.kvstore.breaker import Breaker
-from headrace.kvstore.copies import copy_of, enter_copies, take_slots
+from headrace.kvstore.copies import Told, enter_copies, offered_copies, take_slots
 from headrace.kvstore.elsewhere import Run
 from headrace.kvstore.io_threads import guarded
-from headrace.kvstore.layout import checksum
+from headrace.kvstore.layout import SlotHeader, checksum
 from headrace.kvstore.objects import Entry
 from headrace.kvstore.peers_wire import (
     STAYS,
@@ -34,9 +36,8 @@ from headrace.kvstore.state import StoreState
 
 log = logging.getLogger(__name__)
 _IDLE_SOCKETS = 4  # kept for each store
-_AT_A_TIME = 2  # transfers from one store
-# Received in one call and then verified, while it is in the processor's cache.
-_PIECE_BYTES = 1 << 20
+# Transfers from one store: while one waits for its answer, or for this loop, others are received.
+_AT_A_TIME = 3
 
 
 @dataclass(slots=True)
@@ -106,6 +107,12 @@ class Desk:
     calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
 
+# Makes of an answer an entry of each object of the batch that will follow, None for one that does
+# not. Called on the loop, which uses the entries: what two cores use in turn costs both of them
+# more. Raises `WireError`.
+_Offered: TypeAlias = Callable[[], list[Entry | None]]
+
+
 class Transfer:
     """One batch on its way. The slots that it takes are entered or given back, each once, after
     its thread has let go of them."""
@@ -132,7 +139,7 @@ class Transfer:
         count = self._desk.count
         try:
             try:
-                offered = await self._in_thread(self._ask)
+                offered = (await self._in_thread(self._ask))()
             except (PeerGone, WireError) as error:
                 count.away += 1
                 if not self._aborted:
@@ -199,6 +206,26 @@ class Transfer:
         """All slots after their thread: objects, or free again. `sums` are of the first of them;
         what follows has not arrived."""
         count, batch = self._desk.count, self._batch
+        good, places = copies, slots
+        if sums != [copy.checksum for copy in copies]:
+            good, places = self._sound(copies, slots, sums, indexes)
+        entered = enter_copies(self._state, good, places, int(batch.wanted))
+        if batch.wanted:
+            batch.held += entered
+        batch.n_arrived += len(good)
+        count.fetched += len(good)
+        count.fetched_bytes += sum([copy.facts.payload_bytes for copy in good])
+
+    def _sound(
+        self,
+        copies: Sequence[Entry],
+        slots: Sequence[int],
+        sums: Sequence[int],
+        indexes: Sequence[int],
+    ) -> tuple[list[Entry], list[int]]:
+        """Those of `copies` that arrived and verify, with their slots; the other slots are free
+        again."""
+        count, batch = self._desk.count, self._batch
         good, places = list[Entry](), list[int]()
         for number, (copy, slot) in enumerate(zip(copies, slots, strict=True)):
             if number < len(sums) and sums[number] == copy.checksum:
@@ -209,18 +236,12 @@ class Transfer:
             if number < len(sums):
                 count.damaged += 1
                 self._doubted.append(indexes[number])
-        entered = enter_copies(self._state, good, places, int(batch.wanted))
-        if batch.wanted:
-            batch.held += entered
-        batch.n_arrived += len(good)
-        count.fetched += len(good)
-        count.fetched_bytes += sum(copy.facts.payload_bytes for copy in good)
+        return good, places
 
     # in the thread
 
-    def _ask(self) -> list[Entry | None]:
-        """The objects of the batch that will follow, None for one that does not. Raises `PeerGone`,
-        and `WireError` for an offer that is none."""
+    def _ask(self) -> _Offered:
+        """Raises `PeerGone`, and `WireError` for an answer that is no offer."""
         desk, batch = self._desk, self._batch
         fetch = Fetch(next(desk.calls), batch.kind, batch.namespace, b"".join(batch.run.digests))
         while True:
@@ -241,9 +262,8 @@ class Transfer:
                 continue  # a connection kept from before may have ended since: the next one
             if not isinstance(offer, Offer):
                 raise WireError("expected an Offer")
-            offered = read_offer(offer, fetch, self._most_bytes)
             self._stay = frozenset(n for n, told in enumerate(offer.present) if told == STAYS)
-            return offered
+            return partial(read_offer, offer, fetch, self._most_bytes)
 
     def _tell_doubts(self) -> None:
         assert self._sock is not None
@@ -255,11 +275,10 @@ class Transfer:
         """Fill `views` with the objects at `indexes` of the batch, and `sums` with what verifies
         them."""
         assert self._sock is not None
-        step = max(1, _PIECE_BYTES // max(map(len, views), default=1))
-        for begin in range(0, len(views), step):
-            piece = views[begin : begin + step]
-            self._sock.receive_into(piece)
-            sums.extend(map(checksum, piece))
+        n_full = self._sock.receive_into(views)
+        sums.extend(map(checksum, views[:n_full]))
+        if n_full < len(views):
+            raise PeerGone("the connection ended, or was silent for too long")
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         """Run and wait, even when cancelled: the thread may be using our slots."""
@@ -279,24 +298,26 @@ class Transfer:
 class SharedTransfer(Transfer):
     """The same from a folder that is mounted here: nobody is asked, nobody is told of doubts."""
 
-    def _ask(self) -> list[Entry | None]:
+    def _ask(self) -> _Offered:
         batch, folder = self._batch, self._batch.run.folder
         assert folder is not None
-        found: list[Entry | None] = []
+        found: list[Told | None] = []
         for digest, packed in zip(batch.run.digests, batch.run.packed, strict=True):
             if self._aborted:
                 raise PeerGone("given up")
             header = folder.header(unpack_records(packed)[0])
-            good = (
-                header is not None
-                and header.facts[:3] == (batch.kind, batch.namespace, digest)
-                and 0 < header.facts.payload_bytes <= self._most_bytes
-            )
-            if header is None or not good:
-                found.append(None)
-            else:
-                found.append(copy_of(header.facts, header.checksum, header.written_at_s))
-        return found
+            found.append(self._told(header, digest))
+        return lambda: offered_copies(batch.kind, batch.namespace, found)
+
+    def _told(self, header: SlotHeader | None, digest: Digest) -> Told | None:
+        """What a header says of the object of this digest; None if it is another's."""
+        if header is None or header.facts[:3] != (self._batch.kind, self._batch.namespace, digest):
+            return None
+        facts = header.facts
+        if not 0 < facts.payload_bytes <= self._most_bytes:
+            return None
+        size, about = facts.payload_bytes, (header.checksum, header.written_at_s)
+        return digest, facts.block, size, *about, facts.parent, facts.domain
 
     def _take(self, views: Sequence[memoryview], sums: list[int], indexes: Sequence[int]) -> None:
         run = self._batch.run

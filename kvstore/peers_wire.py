@@ -19,12 +19,12 @@ from typing import Any
 from headrace.core.errors import ConfigError, WireError
 from headrace.core.frames import HEADER_BYTES as FRAME_HEADER_BYTES
 from headrace.core.frames import FrameCodec
-from headrace.core.ids import DIGEST_BYTES, Digest
+from headrace.core.ids import DIGEST_BYTES
 from headrace.core.limits import WireLimits
 from headrace.core.link import parse_address
 from headrace.core.wire import MessageTable
-from headrace.kvstore.copies import copy_of
-from headrace.kvstore.layout import ObjectFacts, checksum
+from headrace.kvstore.copies import offered_copies
+from headrace.kvstore.layout import checksum
 from headrace.kvstore.messages import cut_digests
 from headrace.kvstore.objects import Entry
 from headrace.kvstore.settings import Kind
@@ -134,44 +134,44 @@ class PeerSocket:
         is no frame of this cluster."""
         self._limit(socket.SO_RCVTIMEO, 0.0 if idle else self._silent_s)
         head = memoryview(bytearray(FRAME_HEADER_BYTES))
-        if not self._fill(head[:1], may_end=True):
+        got = self._receive(head)  # mostly all of it: each call costs a turn of this thread
+        if not got:
             return None
         if idle:
             self._limit(socket.SO_RCVTIMEO, self._silent_s)
-        self._fill(head[1:3])
+        self._fill(head[got:3])
         self._in.check_start(bytes(head[:3]))  # what is no frame is told by its first bytes
-        self._fill(head[3:])
+        self._fill(head[max(got, 3) :])
         body = bytearray(self._in.payload_bytes(bytes(head)))
         self._fill(memoryview(body))
         return PEER_MESSAGES.decode(bytes(body))
 
-    def receive_into(self, dests: Sequence[memoryview]) -> None:
-        """Fill all of `dests`, one after the other, with the bytes that follow: as few calls as
-        can be, since every return to Python may wait for another thread's turn. Raises `PeerGone`;
-        what they hold is then garbage."""
+    def receive_into(self, dests: Sequence[memoryview]) -> int:
+        """Fill `dests`, one after the other, with the bytes that follow: in as few calls as can be,
+        since every return to Python may wait for another thread's turn. How many are full: all,
+        unless the connection ended or was silent for too long; the others hold garbage."""
         left = list(dests)
-        try:
+        with contextlib.suppress(OSError):
             while left:
                 part = self._sock.recvmsg_into(left[:_VIEWS], 0, socket.MSG_WAITALL)[0]
                 if part == 0:
-                    raise PeerGone("the connection ended")
+                    break
                 left = _rest(left, part)
-        except OSError as error:
-            raise self._gone(error) from None
+        return len(dests) - len(left)
 
-    def _fill(self, dest: memoryview, *, may_end: bool = False) -> bool:
+    def _fill(self, dest: memoryview) -> None:
         got = 0
+        while got < len(dest):
+            part = self._receive(dest[got:], socket.MSG_WAITALL)
+            if not part:
+                raise PeerGone("the connection ended")
+            got += part
+
+    def _receive(self, dest: memoryview, flags: int = 0) -> int:
         try:
-            while got < len(dest):
-                part = self._sock.recv_into(dest[got:], 0, socket.MSG_WAITALL)
-                if part == 0:
-                    if may_end and not got:
-                        return False
-                    raise PeerGone("the connection ended")
-                got += part
+            return self._sock.recv_into(dest, 0, flags)
         except OSError as error:
             raise self._gone(error) from None
-        return True
 
     def _limit(self, name: int, seconds: float) -> None:
         whole = int(seconds)
@@ -219,20 +219,15 @@ def read_offer(offer: Offer, fetch: Fetch, most_bytes: int) -> list[Entry | None
         or offer.checksum != checksum(offer.facts)
     ):
         raise WireError(f"an offer of {len(offer.facts)} bytes that does not fit its question")
-    rows = FACTS.iter_unpack(offer.facts)
-    out: list[Entry | None] = []
-    for wanted, present in zip(cut_digests(fetch.digests), offer.present, strict=True):
-        if present != FOLLOWS:
-            out.append(None)
-            continue
-        digest, block, payload_bytes, total, written_at_s, parent, domain = next(rows)
-        if digest != wanted or not 0 < payload_bytes <= most_bytes:
-            raise WireError("an offer of something that was not asked for, or fits no slot")
-        facts = ObjectFacts(
-            fetch.kind, fetch.namespace, wanted, Digest(parent), block, domain, payload_bytes
-        )
-        out.append(copy_of(facts, total, written_at_s))
-    return out
+    rows = list(FACTS.iter_unpack(offer.facts))
+    asked = zip(cut_digests(fetch.digests), offer.present, strict=True)
+    if [row[0] for row in rows] != [digest for digest, present in asked if present == FOLLOWS]:
+        raise WireError("an offer of something that was not asked for")
+    if not all(0 < row[2] <= most_bytes for row in rows):
+        raise WireError("an offer of something that fits no slot")
+    row = iter(rows)
+    told = [next(row) if present == FOLLOWS else None for present in offer.present]
+    return offered_copies(fetch.kind, fetch.namespace, told)
 
 
 def refuse_odd_fetch(fetch: Fetch) -> None:

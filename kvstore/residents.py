@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 from headrace.core.clock import Clock
 from headrace.core.errors import HeadraceError
 from headrace.core.states import Visibility
 from headrace.kvstore.arena import Arena, Region
-from headrace.kvstore.layout import domain_tag, pack_slot_header
+from headrace.kvstore.layout import domain_tag, header_packer, pack_slot_header
 from headrace.kvstore.objects import Entry, Saving
 from headrace.kvstore.order import LeaveOrder
 from headrace.kvstore.policy import COMMON, StorePolicy, allowances
 from headrace.kvstore.records import ARENA_SEGMENT
 from headrace.kvstore.settings import Kind
 from headrace.kvstore.slots import SlotPool
+
+_WRITTEN_ENOUGH = (Saving.SAVED, Saving.GIVEN_UP, Saving.HELD_BACK)
 
 
 class StoreDamaged(HeadraceError):
@@ -30,8 +33,8 @@ def may_leave(entry: Entry) -> bool:
         not entry.pins
         and not entry.leases
         and entry.slot is not None
-        and entry.saving in (Saving.SAVED, Saving.GIVEN_UP, Saving.HELD_BACK)
-        and not entry.dropped
+        and entry.saving in _WRITTEN_ENOUGH
+        and entry.visibility is not Visibility.DROPPED
     )
 
 
@@ -117,9 +120,17 @@ class Residents:
 
     def show_all(self, entries: Iterable[Entry]) -> None:
         """As `show`, for objects of one kind that lie in their slots."""
+        common: tuple[bytes, bytes, int] | None = None
         for entry in entries:
-            assert entry.slot is not None
-            self.show(entry, entry.slot)
+            facts, slot = entry.facts, entry.slot
+            assert slot is not None
+            alike = (facts.namespace, facts.domain, entry.written_at_s)
+            if alike != common:
+                common, pack = alike, header_packer(facts.kind, *alike)
+                region = self.regions[facts.kind]
+            at = (ARENA_SEGMENT, slot, entry.generation, facts.payload_bytes, entry.checksum)
+            header = pack(facts.digest, facts.parent, facts.block, *at)
+            self.arena.header(region, slot)[:] = header
 
     def enter_written(self, entries: Sequence[Entry], slots: Sequence[int]) -> None:
         """As `enter`, for objects of one kind and domain whose headers their writer has written."""
@@ -183,24 +194,24 @@ class Residents:
             self.on_room()
 
     def settle_all(self, entries: Iterable[Entry]) -> None:
-        """As `settle`, for objects of one kind."""
+        """As `settle`, for each; those of one kind should stand together."""
         room = False
-        for entry in entries:
-            order = self.orders[entry.facts.kind]
-            if entry.slot is None or entry.visibility is Visibility.DROPPED:
-                self.settle(entry)
-            elif entry.pins or entry.leases:
-                order.forbid(entry)
-            elif may_leave(entry):
-                room |= order.allow(entry)
-            else:
-                order.forbid(entry)
+        for kind, group in groupby(entries, key=_kind):
+            order, free = self.orders[kind], list[Entry]()
+            for entry in group:
+                if entry.slot is None or entry.visibility is Visibility.DROPPED:
+                    self.settle(entry)
+                elif may_leave(entry):
+                    free.append(entry)
+                else:
+                    order.forbid(entry)
+            room |= order.allow_all(free)
         if room:
             self.on_room()
 
     def touch(self, entry: Entry) -> None:
         """The object was used: it leaves the arena later than others."""
-        self.orders[entry.kind].use(entry, again=entry.proven)
+        self.orders[entry.facts.kind].use(entry, again=entry.proven)
 
     def check(self, objects: Iterable[Entry]) -> None:
         """Count anew. Raises `StoreDamaged` naming what does not add up."""
@@ -224,3 +235,7 @@ class Residents:
                 raise StoreDamaged(f"{kind}: domains hold {sum(order.taken)} slots, not those used")
             if order.in_probation != sum(e.slot is not None and not e.proven for e in entries):
                 raise StoreDamaged(f"{kind}: probation is counted wrongly")
+
+
+def _kind(entry: Entry) -> Kind:
+    return entry.facts.kind

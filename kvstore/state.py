@@ -208,10 +208,12 @@ class StoreState:
     def unpin_all(self, entries: Sequence[Entry]) -> None:
         """As `unpin` for each, the last first: of a chain the tail leaves before the head. What is
         leased needs no settling: it stays, and is not dropped."""
+        free: list[Entry] = []
         for entry in reversed(entries):
             entry.pins -= 1
             if not entry.pins and not entry.leases:
-                self.residents.settle(entry)
+                free.append(entry)
+        self.residents.settle_all(free)
 
     # between arena and disk ------------------------------------------------------------------
 

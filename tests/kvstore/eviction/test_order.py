@@ -144,3 +144,20 @@ def test_shares_are_kept_and_counts_add_up(slots, steps):
         assert all(u <= g.most for u, g in zip(used, groups, strict=True))
         assert order.may_leave() == set(of) - held
         assert order.in_probation == sum(not p for p in proven.values())
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.sampled_from(("hold", "use", "again")))))
+def test_many_at_once_leave_as_one_after_another(steps):
+    orders = [LeaveOrder[str](8, ONE, 0.5, FakeClock()) for _ in range(2)]
+    for order in orders:
+        filled(order, "abcdef")
+        for name, step in steps:
+            if step == "hold":
+                order.forbid(name)
+            else:
+                order.use(name, again=step == "again")
+    alone, together = orders
+    told = [alone.allow(name) for name in "fadbec"]
+    assert together.allow_all("fadbec") is (True in told)
+    assert not together.allow_all("abc")
+    assert drained(alone) == drained(together)

@@ -20,16 +20,15 @@ from headrace.core.frames import FrameCodec
 from headrace.core.ids import Digest
 from headrace.core.limits import WireLimits
 from headrace.kvstore import Kind, StoreClient
-from headrace.kvstore.copies import copy_of
-from headrace.kvstore.layout import NO_DIGEST, ObjectFacts, checksum
+from headrace.kvstore.layout import NO_DIGEST, checksum
 from headrace.kvstore.peers_wire import (
+    FACTS,
     PEER_MESSAGES,
     Doubt,
     Fetch,
     Offer,
     PeerGone,
     PeerSocket,
-    pack_facts,
 )
 from headrace.kvstore.records import (
     ARENA_SEGMENT,
@@ -92,11 +91,16 @@ class FakePeer:
 
     def facts(self, number: int, **changes) -> bytes:
         payload = self.things.payload(number)
-        facts = ObjectFacts(
-            Kind.KV, self.things.namespace, self.things.digest(number), NO_DIGEST, number,
-            bytes(16), len(payload),
-        )  # fmt: skip
-        return pack_facts(copy_of(facts._replace(**changes), checksum(payload), 6))
+        told = {
+            "digest": self.things.digest(number),
+            "block": number,
+            "payload_bytes": len(payload),
+            "checksum": checksum(payload),
+            "written_at_s": 6,
+            "parent": NO_DIGEST,
+            "domain": bytes(16),
+        }
+        return FACTS.pack(*{**told, **changes}.values())
 
     def offer(self, call: int, present: bytes, facts: bytes, **changes) -> bytes:
         right = Offer(call, Kind.KV, self.things.namespace, present, facts, checksum(facts))
