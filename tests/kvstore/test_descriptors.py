@@ -52,7 +52,7 @@ async def test_connections_reads_reuses_and_failures_leave_none(rig, things, whe
         await client.close()
         clock.advance(60.0)  # a disk that failed is tried again
     stat = await when_idle(first)
-    assert stat.recycled > 3 and stat.loads > 10 and sum(disk.took_effect.values()) >= 2
+    assert stat.recycled > 0 and stat.loads > 10 and sum(disk.took_effect.values()) >= 2
     await settled(wait_until, before)
 
 
