@@ -147,7 +147,9 @@ def report(live: Live, name: str) -> dict[str, Any]:
 def test_a_frozen_replica_is_replaced_by_the_supervisor(
     live: Live, llm: LLM, ids: Ids, until: Until
 ) -> None:
-    before, reported = live.role("decode-0"), report(live, "decode-0")
+    before = live.role("decode-0")
+    until(lambda: report(live, "decode-0")["pid"] == before["pid"], 10.0, "not looked at yet")
+    reported = report(live, "decode-0")
     with live.frozen(before["pid"]):
         # Ray sees a living process; only its silence tells
         until(lambda: live.role("decode-0")["state"] == "absent", 10.0, "still a member")
@@ -156,5 +158,10 @@ def test_a_frozen_replica_is_replaced_by_the_supervisor(
         until(lambda: not live.exists(before), 30.0, "nobody ended it")
     live.settled()
     assert live.role("decode-0")["boot_id"] != before["boot_id"]
-    after = report(live, "decode-0")
-    assert (after["revived"], after["lives"]) == (reported["revived"] + 1, reported["lives"] + 1)
+    expected = (reported["revived"] + 1, reported["lives"] + 1)
+
+    def told() -> bool:
+        after = report(live, "decode-0")
+        return (after["revived"], after["lives"]) == expected
+
+    until(told, 10.0, "the supervisor has not looked since")
